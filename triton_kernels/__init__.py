@@ -1,0 +1,4 @@
+"""Triton kernels of vllm-dhisparse, installed as ``vllm_dhisparse.kernels``."""
+
+if __name__ == "triton_kernels":  # vLLM takes any module of that name for triton-lang's package
+    raise ImportError("this folder is installed as vllm_dhisparse.kernels")
