@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from vllm_dhisparse.runtime import cpu
+from vllm_dhisparse.runtime.ops import data_plane
+
+IMPLEMENTATIONS = ["reference", "cpu"]
+
+
+def make_case(num_tokens, num_heads, top_k, page_rows, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    slab = torch.randn(5, page_rows + 3, 24, generator=generator).to(dtype)
+    rows = slab[:, :page_rows]  # pages with padding between them
+    query = torch.randn(num_tokens, num_heads, 24, generator=generator).to(dtype)
+    remap = torch.randint(-1, 5 * page_rows, (num_tokens, top_k), generator=generator)
+    return query, rows, remap.to(torch.int32)
+
+
+def by_hand(query, rows, remap, scale, value_size):
+    out = torch.zeros(*query.shape[:2], value_size, dtype=torch.float64)
+    for token in range(query.shape[0]):
+        index = [i for i in remap[token].tolist() if i >= 0]
+        if not index:
+            continue
+        picked = torch.stack([rows[i // rows.shape[1], i % rows.shape[1]] for i in index]).double()
+        weights = torch.softmax(query[token].double() @ picked.T * scale, dim=-1)
+        out[token] = weights @ picked[:, :value_size]
+    return out
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "page_rows"), [(1, 1, 1), (7, 33, 16), (63, 5, 64)]
+)
+def test_attend_is_softmax_over_the_selected_rows(name, num_tokens, top_k, page_rows):
+    case = make_case(num_tokens, 3, top_k, page_rows, torch.float32)
+    out = data_plane(name).attend(*case, scale=0.3, value_size=16)
+    torch.testing.assert_close(out.double(), by_hand(*case, 0.3, 16), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_attend_accepts_bfloat16(name):
+    case = make_case(9, 4, 17, 8, torch.bfloat16)
+    out = data_plane(name).attend(*case, scale=0.3, value_size=16)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), by_hand(*case, 0.3, 16), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_attend_of_no_row_is_zero_and_unused_places_may_hold_nan(name):
+    query, rows, remap = make_case(4, 2, 6, 8, torch.float32)
+    rows = rows.clone()
+    remap[2] = -1
+    remap[remap == 0] = 1
+    rows[0, 0] = float("nan")  # the place that -1 is clamped to
+    out = data_plane(name).attend(query, rows, remap, 0.3, 16)
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
+    assert not out.isnan().any()
+
+
+def test_rounds_do_not_change_a_bit(monkeypatch):
+    query, rows, remap = make_case(40, 2, 8, 8, torch.float32)
+    whole = cpu.attend(query, rows, remap, 0.3, 16)
+    monkeypatch.setattr(cpu, "_ROUND_ROWS", 24)
+    assert torch.equal(whole, cpu.attend(query, rows, remap, 0.3, 16))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_attend_of_an_empty_batch(name):
+    query, rows, remap = make_case(0, 2, 4, 8, torch.float32)
+    assert data_plane(name).attend(query, rows, remap, 1.0, 16).shape == (0, 2, 16)
