@@ -1,0 +1,164 @@
+"""The DHISPARSE attention backend: sparse MLA over rows, wherever they live."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    MLAAttentionImpl,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from vllm_dhisparse.integration.connector import DHiSparseConnector
+from vllm_dhisparse.integration.metadata import DHiSparseMetadata, DHiSparseMetadataBuilder
+from vllm_dhisparse.integration.names import BACKEND, KV_CACHE_DTYPES, LATENT_BLOCK_TOKENS
+from vllm_dhisparse.runtime.ops import data_plane
+
+
+class DHiSparseBackend(AttentionBackend):
+    """Sparse MLA only; other layers of a model (draft layers) choose their own backend."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name on the command line."""
+        return BACKEND
+
+    @staticmethod
+    def get_impl_cls() -> type["DHiSparseImpl"]:
+        """Return the implementation of one layer."""
+        return DHiSparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DHiSparseMetadataBuilder]:
+        """Return the metadata builder of a KV group."""
+        return DHiSparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: KVCacheSpec | None = None,
+    ) -> list[int | MultipleOf]:
+        """Return whole latent blocks."""
+        return [MultipleOf(LATENT_BLOCK_TOKENS)]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Return True."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Return True."""
+        return True
+
+
+class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer):
+    """One layer. A leader's indexer writes the selection that its followers reuse."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        *,
+        kv_lora_rank: int,
+        indexer: object | None = None,
+        topk_indices_buffer: torch.Tensor | None = None,
+        **_unused: Any,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_lora_rank = kv_lora_rank
+        self.is_leader = indexer is not None
+        self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        self.ops = data_plane("cpu")
+
+    def record_logical_topk_ready(self) -> None:
+        """Do nothing: on CPU the selection is complete when the indexer returns."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Write the step's rows.
+
+        Args:
+            kv_c_normed: [num_tokens, kv_lora_rank].
+            k_pe: [num_tokens, 1, rope_dim].
+            kv_cache: [num_blocks, block_size, kv_lora_rank + rope_dim]; empty when profiling.
+            slot_mapping: [num_tokens] int64 - ``block * block_size + offset``, -1 = padding.
+            kv_cache_dtype: unused, the cache has the model's dtype.
+            k_scale: unused, rows are not quantised.
+
+        """
+        if kv_cache.numel() == 0:
+            return
+        slots = slot_mapping.flatten()
+        real = slots >= 0
+        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1)[: len(slots)][real]
+        slots = slots[real]
+        block_size = kv_cache.shape[1]
+        kv_cache[slots // block_size, slots % block_size] = rows.to(kv_cache.dtype)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: DHiSparseMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the selected rows.
+
+        Args:
+            q: [num_tokens, num_heads, kv_lora_rank + rope_dim], or its two parts.
+            kv_c_and_k_pe_cache: [num_blocks, block_size, kv_lora_rank + rope_dim].
+            attn_metadata: the batch.
+            layer: unused.
+
+        Returns:
+            [num_tokens, num_heads, kv_lora_rank] in the query's dtype, and no lse.
+
+        """
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        assert self.topk_indices_buffer is not None
+        selected = self.topk_indices_buffer[: query.shape[0]]
+        if self.is_leader:
+            worker_connector().count_selected(selected, attn_metadata.token_phase)
+        remap = attn_metadata.physical_rows(selected)
+        out = self.ops.attend(
+            query, kv_c_and_k_pe_cache, remap, self.scale, value_size=self.kv_lora_rank
+        )
+        return out, None
+
+
+def worker_connector() -> DHiSparseConnector:
+    """Return this worker's connector, which vLLM keeps for the process."""
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, DHiSparseConnector)
+    return connector

@@ -1,0 +1,36 @@
+"""The MLA layer on CPU with this package's indexer in place of vLLM's CUDA one."""
+
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
+
+from vllm_dhisparse.integration.backend_registration import is_dhisparse
+from vllm_dhisparse.integration.cpu_indexer import CpuIndexer, CpuIndexerCache
+
+_LAYER = "MultiHeadLatentAttentionWrapper"
+
+
+class DHiSparseMLAWrapper(MultiHeadLatentAttentionWrapper):
+    """vLLM's MLA wrapper; under DHISPARSE its indexer computes with torch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        modules = next(x for x in (*args, *kwargs.values()) if isinstance(x, MLAModules))
+        chosen = is_dhisparse(get_current_vllm_config().attention_config.backend)
+        if chosen and modules.indexer is not None:
+            # The model has built the indexer and its parameters already carry their names
+            # in the checkpoint, so the module must stay; only its methods change.
+            modules.indexer.__class__ = CpuIndexer
+            modules.indexer.k_cache.__class__ = CpuIndexerCache
+        super().__init__(*args, **kwargs)
+
+
+def register_layers() -> None:
+    """Replace vLLM's MLA wrapper, once per process.
+
+    Every process needs it, before the first layer is built: a worker never runs the
+    platform's `check_and_update_config`.
+    """
+    if _LAYER not in op_registry_oot:
+        PluggableLayer.register_oot(name=_LAYER)(DHiSparseMLAWrapper)

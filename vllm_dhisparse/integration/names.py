@@ -1,0 +1,7 @@
+"""Names and sizes that several hooks must agree on. Imports nothing of vLLM."""
+
+BACKEND = "DHISPARSE"
+CONNECTOR = "DHiSparseConnector"
+ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
+KV_CACHE_DTYPES = ("auto", "bfloat16")
+LATENT_BLOCK_TOKENS = 64

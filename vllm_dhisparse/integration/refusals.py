@@ -1,0 +1,90 @@
+"""What DHISPARSE cannot do, found before anything is built."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_dhisparse.config import DHiSparseConfig
+from vllm_dhisparse.integration.names import (
+    ARCHITECTURES,
+    CONNECTOR,
+    KV_CACHE_DTYPES,
+    LATENT_BLOCK_TOKENS,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def dhisparse_config(vllm_config: "VllmConfig") -> DHiSparseConfig:
+    """Return the validated settings under ``--additional-config``'s key ``dhisparse``."""
+    additional: Any = vllm_config.additional_config
+    return DHiSparseConfig.from_mapping(additional.get("dhisparse") if additional else None)
+
+
+def refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    """Raise one ValueError that lists everything in ``vllm_config`` that cannot work."""
+    reasons = [*_model(vllm_config), *_memory(vllm_config), *_parallelism(vllm_config)]
+    if reasons:
+        raise ValueError(
+            "--attention-backend DHISPARSE cannot run with this configuration:"
+            + "".join(f"\n  - {reason}" for reason in reasons)
+        )
+
+
+def _model(vllm_config: "VllmConfig") -> list[str]:
+    model = vllm_config.model_config
+    if model is None:
+        return []
+    reasons = []
+    if model.architecture not in ARCHITECTURES:
+        reasons.append(
+            f"model architecture {model.architecture} is not one of {', '.join(ARCHITECTURES)}; "
+            "choose another --attention-backend for it"
+        )
+    elif not hasattr(model.hf_text_config, "index_topk"):
+        reasons.append(
+            "the model has no index_topk, so it is not a DSA model; "
+            "choose another --attention-backend for it"
+        )
+    if model.enable_sleep_mode:
+        reasons.append("sleep mode loses the device's KV cache; remove --enable-sleep-mode")
+    return reasons
+
+
+def _memory(vllm_config: "VllmConfig") -> list[str]:
+    cache = vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
+    reasons = []
+    if cache.cache_dtype not in KV_CACHE_DTYPES:
+        reasons.append(
+            f"--kv-cache-dtype {cache.cache_dtype} is not one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    if cache.user_specified_block_size and cache.block_size != LATENT_BLOCK_TOKENS:
+        reasons.append(
+            f"--block-size {cache.block_size}: a latent block holds {LATENT_BLOCK_TOKENS} rows; "
+            f"remove the option or set it to {LATENT_BLOCK_TOKENS}"
+        )
+    if transfer is not None and transfer.kv_connector not in (None, CONNECTOR):
+        reasons.append(
+            f"KV connector {transfer.kv_connector} cannot run beside {CONNECTOR}; "
+            "remove --kv-transfer-config"
+        )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        reasons.append(
+            "latent and indexer layers need KV groups of their own; "
+            "remove --disable-hybrid-kv-cache-manager"
+        )
+    return reasons
+
+
+def _parallelism(vllm_config: "VllmConfig") -> list[str]:
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    return [
+        f"{option} {size} is not supported; set it to 1"
+        for option, size in sizes.items()
+        if size > 1
+    ]

@@ -1,0 +1,62 @@
+"""What the package reports: names, labels and meaning, independent of how it is carried.
+
+Values travel as plain mappings from a flat key (see `Metric.key`) to a number, so
+that they cross process borders as they are. Counters add up; gauges hold the last.
+"""
+
+from itertools import product
+from typing import Literal, NamedTuple
+
+TIERS = ("tail", "required", "optional", "host")
+PHASES = ("prefill", "decode", "verify")
+RESIDENCY_CLASSES = ("tail", "required", "optional", "indexer", "draft_ring", "free")
+
+
+class Metric(NamedTuple):
+    """One family on /metrics; every combination of label values exists from the start."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    documentation: str
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def key(self, *values: str) -> str:
+        """Return the flat key of one series, label values in the order of ``labels``."""
+        assert len(values) == len(self.labels), (self.name, values)
+        for (_, allowed), value in zip(self.labels, values, strict=True):
+            assert value in allowed, (self.name, value)
+        return "/".join((self.name, *values))
+
+    def series(self) -> list[tuple[str, ...]]:
+        """Return all combinations of label values."""
+        return list(product(*(values for _, values in self.labels)))
+
+
+SELECTED_ROWS = Metric(
+    "selected_rows",
+    "counter",
+    "Rows chosen by the indexer, by where they were found; once per index group. "
+    "In residency `resident` all history is tail.",
+    (("tier", TIERS), ("phase", PHASES)),
+)
+FETCHED_ROWS = Metric(
+    "fetched_rows",
+    "counter",
+    "Rows copied from host to device after the queries of a step shared their misses; "
+    "once per index group. Fetch ratio = fetched / selected over decode and verify.",
+    (("phase", PHASES),),
+)
+TRANSFER_BYTES = Metric(
+    "transfer_bytes",
+    "counter",
+    "Latent KV bytes moved between device and host memory.",
+    (("direction", ("host_to_device", "device_to_host")),),
+)
+RESIDENCY_BYTES = Metric(
+    "residency_bytes",
+    "gauge",
+    "Device KV memory by use; the classes sum to the capacity.",
+    (("residency_class", RESIDENCY_CLASSES),),
+)
+
+METRICS = (SELECTED_ROWS, FETCHED_ROWS, TRANSFER_BYTES, RESIDENCY_BYTES)
