@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# From nothing to a served DSA model with DHISPARSE on a machine without a GPU.
+#
+#   bash examples/quickstart.sh [--port N] [--requests N] [--json FILE]
+#
+# Makes a virtual environment ($VENV, default .venv), builds a tiny model, starts
+# `vllm serve`, sends concurrent long prompts, prints answers, speed and metrics.
+set -euo pipefail
+usage() { sed -n '2,7s/^# \{0,1\}//p' "$0"; }
+option() { # name value
+    [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
+    echo "$2"
+}
+
+port= requests=8 json=
+while [ $# -gt 0 ]; do
+    case $1 in
+    --port) port=$(option "$@") ;;
+    --requests) requests=$(option "$@") ;;
+    --json) json=$(realpath -m "$(option "$@")") ;;
+    -h | --help) usage; exit 0 ;;
+    *) echo "error: unknown option $1" >&2; usage >&2; exit 2 ;;
+    esac
+    shift 2
+done
+case $requests in '' | *[!0-9]* | 0*) echo "error: --requests needs a positive number" >&2; exit 2 ;; esac
+
+cd "$(dirname "$0")/.."
+work=.cache/quickstart
+mkdir -p "$work"
+source examples/install_cpu.sh
+
+server=
+stop_server() {
+    [ -n "$server" ] || return 0
+    echo "stopping the server"
+    kill -INT -- "-$server" 2>/dev/null || true
+    for _ in $(seq 100); do
+        kill -0 -- "-$server" 2>/dev/null || break
+        sleep 0.2
+    done
+    kill -KILL -- "-$server" 2>/dev/null || true
+    server=
+}
+trap stop_server EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+echo "[1/4] environment ($VENV; the first time downloads about 1 GB)"
+install_cpu
+
+echo "[2/4] tiny GLM-5.x-shaped model"
+python examples/make_tiny_dsa.py "$work/model"
+
+port=$(python examples/quickstart.py port $port)
+echo "[3/4] vllm serve --attention-backend DHISPARSE on port $port (log: $work/server.log)"
+export VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 PROMETHEUS_DISABLE_CREATED_SERIES=true
+# A process group of its own, so that the server and all its children can be stopped.
+setsid vllm serve "$work/model" --served-model-name tiny-dsa --port "$port" --host 127.0.0.1 \
+    --attention-backend DHISPARSE --max-model-len 16384 --max-num-seqs 16 \
+    >"$work/server.log" 2>&1 &
+server=$!
+python examples/quickstart.py wait "$port" "$server" || {
+    tail -n 30 "$work/server.log" >&2
+    exit 1
+}
+
+echo "[4/4] $requests concurrent requests with long prompts"
+python examples/quickstart.py ask "$port" "$requests" ${json:+"$json"}

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets up what the tests need and runs all of them. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source examples/install_cpu.sh
+echo "[1/3] environment ($VENV)"
+install_cpu
+echo "[2/3] lint and types"
+ruff check .
+ruff format --check .
+mypy
+echo "[3/3] tests"
+pytest "$@"
