@@ -1,0 +1,120 @@
+"""One clear error for each thing DHISPARSE cannot do, before anything is built."""
+
+import pytest
+from engine import running  # noqa: F401  (sets vLLM's environment before its import)
+from vllm import EngineArgs
+from vllm.config import KVTransferConfig
+
+from vllm_dhisparse.integration import compat, plugin
+
+
+def refused(model, **options):
+    settings = {"attention_backend": "DHISPARSE", "max_model_len": 1024}
+    with pytest.raises(ValueError, match=r"(?s)DHISPARSE|dhisparse") as error:
+        EngineArgs(model=str(model), **(settings | options)).create_engine_config()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 32}, "--block-size 32: a latent block holds 64 rows; remove the option"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not one of auto, bfloat16"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported"),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "--decode-context-parallel-size 2 is not supported; set it to 1",
+        ),
+        (
+            {
+                "kv_transfer_config": KVTransferConfig(
+                    kv_connector="ExampleConnector", kv_role="kv_both"
+                )
+            },
+            "KV connector ExampleConnector cannot run beside DHiSparseConnector",
+        ),
+        (
+            {"disable_hybrid_kv_cache_manager": True},
+            "remove --disable-hybrid-kv-cache-manager",
+        ),
+        (
+            {"additional_config": {"dhisparse": {"host_pol_gib": 4}}},
+            "unknown setting dhisparse.host_pol_gib",
+        ),
+        (
+            {"additional_config": {"dhisparse": {"residency": "everything"}}},
+            "dhisparse.residency must be one of",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_unsupported_configurations(tiny_dsa, options, message):
+    assert message in refused(tiny_dsa(layers=2, leaders=1), **options)
+
+
+def test_all_reasons_are_listed_at_once(tiny_dsa):
+    error = refused(tiny_dsa(layers=2, leaders=1), block_size=32, kv_cache_dtype="fp8")
+    assert "--block-size" in error
+    assert "--kv-cache-dtype" in error
+
+
+def test_a_model_without_sparse_attention(tmp_path):
+    from transformers import Qwen3Config
+
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    ).save_pretrained(tmp_path)
+    message = refused(tmp_path, skip_tokenizer_init=True)
+    assert "Qwen3ForCausalLM is not one of GlmMoeDsaForCausalLM, DeepseekV32" in message
+    assert "choose another --attention-backend" in message
+
+
+def test_an_unsupported_vllm_version(tiny_dsa, monkeypatch):
+    monkeypatch.setattr(compat.vllm, "__version__", "0.31.2")
+    message = refused(tiny_dsa(layers=2, leaders=1))
+    assert "supports vLLM" in message
+    assert "found 0.31.2" in message
+    monkeypatch.setenv(compat.ALLOW_UNTESTED, "1")
+    EngineArgs(
+        model=str(tiny_dsa(layers=2, leaders=1)), attention_backend="DHISPARSE"
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.4rc1"])
+def test_supported_versions(version):
+    assert compat.unsupported_reason(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "0.33.0rc1"])
+def test_unsupported_versions(version):
+    assert version in compat.unsupported_reason(version)
+
+
+def test_other_models_and_backends_keep_stock_behaviour(tiny_dsa, tmp_path):
+    config = EngineArgs(
+        model=str(tiny_dsa(layers=2, leaders=1)), max_model_len=1024
+    ).create_engine_config()
+    assert config.kv_transfer_config is None
+    assert config.cache_config.block_size == 16  # what the CPU platform wants for MLA
+    assert "-rotary_embedding" not in config.compilation_config.custom_ops
+
+
+def test_register_never_raises(monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("vLLM has changed")
+
+    monkeypatch.setattr(plugin, "_register", fail)
+    plugin.register()
+    assert "could not be set up: vLLM has changed" in caplog.text
+
+
+def test_register_on_an_unsupported_version_warns_once_and_clearly(monkeypatch, caplog):
+    monkeypatch.setattr(compat.vllm, "__version__", "0.99.0")
+    plugin.register()
+    assert "supports vLLM" in caplog.text

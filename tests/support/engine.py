@@ -1,0 +1,85 @@
+"""vLLM engines inside the test process, and what may be asked of them."""
+
+import os
+
+# Scheduler and worker in this process, so that tests can look at both. Read by vLLM
+# when it is imported.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+
+@contextmanager
+def running(model: Any, **options: Any) -> Iterator[LLM]:
+    """A DHISPARSE engine; checks at the end that every block came back."""
+    settings: dict[str, Any] = {
+        "attention_backend": "DHISPARSE",
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "max_num_seqs": 16,
+        "disable_log_stats": False,
+    }
+    llm = LLM(model=str(model), **(settings | options))
+    try:
+        yield llm
+        assert all_blocks_free(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of the given lengths, the same for the same seed."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 512) for _ in range(length)] for length in lengths]
+
+
+def greedy(llm: LLM, token_ids: Sequence[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
+    """The greedy continuation of each prompt, never stopped by an end token."""
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(ids)} for ids in token_ids], parameters, use_tqdm=False
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def scheduler(llm: LLM) -> Any:
+    """The engine's scheduler."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def model_of(llm: LLM) -> Any:
+    """The torch module of the only worker."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    return worker.worker.model_runner.get_model()
+
+
+def all_blocks_free(llm: LLM) -> bool:
+    """Whether the pool holds every block but vLLM's null block."""
+    pool = scheduler(llm).kv_cache_manager.block_pool
+    return pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def counters(llm: LLM) -> dict[str, float]:
+    """This package's and vLLM's counters by ``name{label values}``, zeros left out."""
+    found = {}
+    for metric in llm.get_metrics():
+        value = getattr(metric, "value", None)
+        if value:
+            labels = [v for k, v in metric.labels.items() if k not in ("engine", "model_name")]
+            found[f"{metric.name}{{{','.join(labels)}}}"] = value
+    return found
