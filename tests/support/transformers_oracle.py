@@ -9,7 +9,7 @@ from stable_topk import StableTopk
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-# A power of two bounds the [heads, chunk, context] intermediates of eager attention.
+# Bounds the [heads, chunk, context] intermediates of eager attention.
 CHUNK_TOKENS = 512
 
 
@@ -32,7 +32,7 @@ class TransformersOracle:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         if dense:
             config.index_topk = config.max_position_embeddings
-        self._model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=torch.float32,
@@ -42,7 +42,7 @@ class TransformersOracle:
         )
         if any(loading.values()):
             raise RuntimeError(f"the checkpoint does not fit the model: {loading}")
-        self._model.eval()
+        self._model: Any = model.eval()
         self._selections = {
             layer: StableTopk(decoder.self_attn.indexer)
             for layer, decoder in enumerate(self._decoders)
@@ -104,8 +104,8 @@ class TransformersOracle:
                 selection.record = None
 
     @property
-    def _decoders(self) -> Sequence[nn.Module]:
-        return self._model.model.layers
+    def _decoders(self) -> list[Any]:
+        return list(self._model.model.layers)
 
     @torch.inference_mode()
     def _forward(self, token_ids: Sequence[int], cache: DynamicCache | None = None) -> Tensor:
