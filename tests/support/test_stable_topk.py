@@ -41,7 +41,7 @@ def test_of_equal_scores_the_lowest_positions_win():
     returned = indexer(scores, 3)
     assert returned.dtype == torch.int32
     assert returned[0, -1].tolist() == [3, 0, 2]
-    assert selection.record[0].tolist() == [[0, 1, 2], [0, 2, 3], [0, 2, 3], [0, 2, 3]]
+    assert selection.record[0].positions.tolist() == [[0, 1, 2], [0, 2, 3], [0, 2, 3], [0, 2, 3]]
 
 
 def test_positions_that_a_query_cannot_see_are_not_selected():
@@ -49,7 +49,7 @@ def test_positions_that_a_query_cannot_see_are_not_selected():
     selection = StableTopk(indexer)
     selection.record = []
     indexer(torch.full((3, 3), -5.0), 3)
-    assert selection.record[0].tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
+    assert selection.record[0].positions.tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
 
 
 def test_ties_do_not_depend_on_the_length_of_the_row():
@@ -57,6 +57,16 @@ def test_ties_do_not_depend_on_the_length_of_the_row():
         indexer = Indexer()
         StableTopk(indexer)
         assert indexer(torch.zeros(1, context), 64)[0, 0].tolist() == list(range(64))
+
+
+def test_the_margin_is_the_smallest_distance_that_is_no_tie():
+    indexer = Indexer()
+    selection = StableTopk(indexer)
+    selection.record = []
+    indexer(torch.tensor([[0, 4, 1, 9.0], [5, 5, 5, 5], [1, 2, 4, 7]])[:, :4], 2)
+    indexer(torch.zeros(2, 2), 2)
+    # The first row sees two positions and the second ties, so the third decides: 4 - 2.
+    assert [s.margin for s in selection.record] == [2.0, float("inf")]
 
 
 @pytest.mark.parametrize(

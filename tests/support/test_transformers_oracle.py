@@ -39,6 +39,11 @@ def test_selections_are_causal_ascending_and_full(oracle, settings):
             assert max(visible) <= position
 
 
+def test_the_margin_is_positive_and_infinite_where_all_is_selected(oracle):
+    assert oracle.selection_margin(PROMPT[:16]) == float("inf")
+    assert 0 < oracle.selection_margin(PROMPT) <= oracle.selection_margin(PROMPT[:40])
+
+
 def test_greedy_follows_the_log_probabilities(oracle):
     generated = oracle.greedy(PROMPT, 12)
     logprobs = oracle.logprobs([*PROMPT, *generated])
