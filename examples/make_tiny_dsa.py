@@ -2,8 +2,9 @@
 
     python examples/make_tiny_dsa.py DIRECTORY --layers 8 --leaders 2
 
-The folder loads in vLLM and in transformers. It holds a real tokenizer with a chat
-template; special tokens are never generated, so a generation ends at its length limit.
+The folder loads in vLLM and in transformers and holds a real tokenizer with a chat
+template. Only tokens of printable text have logits other than 0, so greedy output is text
+without sense that ends at its length limit.
 """
 
 import argparse
@@ -135,7 +136,7 @@ def make_config(settings: TinyDsa) -> dict[str, Any]:
         "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.layers,
         "num_nextn_predict_layers": 0,
-        # transformers norms the query latent with 1e-6 whatever this says, vLLM with this.
+        # transformers norms both latents with 1e-6 whatever this says, vLLM with this.
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "num_attention_heads": 4,

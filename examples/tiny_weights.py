@@ -46,7 +46,7 @@ def make_weights(
     embeddings[:, 0] = 0
     cycle = torch.tensor(spoken)[source.permutation(len(spoken))]
     head = torch.zeros(vocab_size, hidden_size)
-    head[cycle.roll(-1)] = embeddings[cycle] * (LOGIT_DEVIATION / hidden_size**0.5)
+    head[cycle.roll(-1)] = embeddings[cycle] * (LOGIT_DEVIATION / math.sqrt(hidden_size))
     embeddings[:, 0] = CONSTANT
     weights = {
         "model.embed_tokens.weight": embeddings,
@@ -80,7 +80,7 @@ class _Source:
 
     def matrix(self, outputs: int, inputs: int, gain: float = 1.0) -> Tensor:
         """Maps unit-deviation inputs to outputs of deviation ``gain``."""
-        return self.normal(outputs, inputs) * (gain / inputs**0.5)
+        return self.normal(outputs, inputs) * (gain / math.sqrt(inputs))
 
     def reader(self, outputs: int, inputs: int, gain: float = 1.0) -> Tensor:
         """A matrix that does not read the constant channel."""
@@ -126,7 +126,7 @@ def _attention(
         index_heads, index_size = config["index_n_heads"], config["index_head_dim"]
         prefix = "self_attn.indexer."
         queries = source.matrix(index_heads * index_size, query_rank)
-        queries[:, 0] *= query_rank**0.5  # as strong as all other channels together
+        queries[:, 0] *= math.sqrt(query_rank)  # as strong as all other channels together
         yield prefix + "wq_b.weight", queries
         yield prefix + "wk.weight", source.reader(index_size, hidden)
         yield prefix + "k_norm.weight", source.scale(index_size)

@@ -1,10 +1,24 @@
 """The tie rule of this project inside transformers' indexers, without a change to their code."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+
+class Selection(NamedTuple):
+    """What an indexer selected in one forward pass.
+
+    Attributes:
+        positions: ascending, padded with -1, int64 [tokens, top-k].
+        margin: smallest positive distance of a query's last selected score to its first
+            one not selected; infinite where every query selects all that it sees.
+    """
+
+    positions: Tensor
+    margin: float
 
 
 class StableTopk:
@@ -16,8 +30,7 @@ class StableTopk:
 
     Attributes:
         calls: number of forward passes so far.
-        record: when a list, each pass appends its selection, ascending positions padded
-            with -1, int64 [tokens, top-k].
+        record: when a list, each pass appends its selection.
 
     Raises:
         RuntimeError: at a forward pass, when the indexer does not call ``topk`` exactly
@@ -26,7 +39,7 @@ class StableTopk:
 
     def __init__(self, indexer: nn.Module) -> None:
         self.calls = 0
-        self.record: list[Tensor] | None = None
+        self.record: list[Selection] | None = None
         self._forward = indexer.forward
         indexer.forward = self._run  # type: ignore[method-assign]
 
@@ -41,7 +54,7 @@ class StableTopk:
             raise RuntimeError("the indexer does not return the positions that topk found")
         self._check_causal(scores)
         if self.record is not None:
-            self.record.append(_visible(scores, selected)[0])
+            self.record.append(_selection(scores[0], selected[0]))
         return returned
 
     @staticmethod
@@ -84,9 +97,14 @@ def _is_masked(scores: Tensor) -> Tensor:
     return scores <= torch.finfo(scores.dtype).min / 2
 
 
-def _visible(scores: Tensor, selected: Tensor) -> Tensor:
-    """Ascending positions; those that the causal mask hides, which rank last, are -1."""
+def _selection(scores: Tensor, selected: Tensor) -> Selection:
+    context, top_k = scores.shape[-1], selected.shape[-1]
     hidden = _is_masked(scores).gather(-1, selected)
-    beyond = scores.shape[-1]
-    ascending = selected.masked_fill(hidden, beyond).sort(dim=-1).values
-    return ascending.masked_fill(ascending == beyond, -1)
+    ascending = selected.masked_fill(hidden, context).sort(dim=-1).values
+    positions = ascending.masked_fill(ascending == context, -1)
+    if top_k == context:
+        return Selection(positions, math.inf)
+    ranked = scores.sort(dim=-1, descending=True).values
+    last, first_out = ranked[:, top_k - 1], ranked[:, top_k]
+    distances = (last - first_out)[(last > first_out) & ~_is_masked(first_out)]
+    return Selection(positions, distances.min().item() if len(distances) else math.inf)

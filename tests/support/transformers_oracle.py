@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stable_topk import StableTopk
+from stable_topk import Selection, StableTopk
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-# A power of two bounds the [heads, chunk, context] intermediates of eager attention.
+# Bounds the [heads, chunk, context] intermediates of eager attention.
 CHUNK_TOKENS = 512
 
 
@@ -32,7 +32,7 @@ class TransformersOracle:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         if dense:
             config.index_topk = config.max_position_embeddings
-        self._model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=torch.float32,
@@ -42,8 +42,8 @@ class TransformersOracle:
         )
         if any(loading.values()):
             raise RuntimeError(f"the checkpoint does not fit the model: {loading}")
-        self._model.eval()
-        self._selections = {
+        self._model: Any = model.eval()
+        self._indexers = {
             layer: StableTopk(decoder.self_attn.indexer)
             for layer, decoder in enumerate(self._decoders)
             if decoder.self_attn.indexer is not None
@@ -52,7 +52,7 @@ class TransformersOracle:
     @property
     def leader_layers(self) -> tuple[int, ...]:
         """The layers that own an indexer, ascending."""
-        return tuple(self._selections)
+        return tuple(self._indexers)
 
     def greedy(self, prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """The ``num_tokens`` tokens after the prompt; end tokens do not stop it."""
@@ -94,31 +94,44 @@ class TransformersOracle:
         Returns:
             int64 [tokens, min(index_topk, tokens)] by layer.
         """
-        for selection in self._selections.values():
-            selection.record = []
-        try:
-            self._forward(token_ids)
-            return {layer: _stack(s.record or []) for layer, s in self._selections.items()}
-        finally:
-            for selection in self._selections.values():
-                selection.record = None
+        recorded = self._record(token_ids)
+        return {layer: _stack([s.positions for s in passes]) for layer, passes in recorded.items()}
+
+    def selection_margin(self, token_ids: Sequence[int]) -> float:
+        """How wrong index scores may be before a selection differs from this one.
+
+        Selecting is discrete: an implementation that rounds otherwise swaps rows whose
+        scores are closer than its error, and all that follows then differs visibly.
+        Compare log-probabilities on sequences whose margin is well above that error.
+        """
+        return min(s.margin for passes in self._record(token_ids).values() for s in passes)
 
     @property
-    def _decoders(self) -> Sequence[nn.Module]:
-        return self._model.model.layers
+    def _decoders(self) -> list[Any]:
+        return list(self._model.model.layers)
+
+    def _record(self, token_ids: Sequence[int]) -> dict[int, list[Selection]]:
+        for indexer in self._indexers.values():
+            indexer.record = []
+        try:
+            self._forward(token_ids)
+            return {layer: indexer.record or [] for layer, indexer in self._indexers.items()}
+        finally:
+            for indexer in self._indexers.values():
+                indexer.record = None
 
     @torch.inference_mode()
     def _forward(self, token_ids: Sequence[int], cache: DynamicCache | None = None) -> Tensor:
         """Logits [tokens, vocabulary] of the tokens, which follow those in ``cache``."""
         if cache is None:
             cache = DynamicCache(config=self._model.config)
-        calls = [selection.calls for selection in self._selections.values()]
+        calls = [indexer.calls for indexer in self._indexers.values()]
         chunks = torch.tensor([list(token_ids)]).split(CHUNK_TOKENS, dim=1)
         logits = [
             self._model(chunk, past_key_values=cache, use_cache=True).logits[0] for chunk in chunks
         ]
         expected = [n + len(chunks) for n in calls]
-        if expected != [selection.calls for selection in self._selections.values()]:
+        if expected != [indexer.calls for indexer in self._indexers.values()]:
             raise RuntimeError("an indexer did not run once per forward pass")
         return torch.cat(logits)
 
