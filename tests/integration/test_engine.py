@@ -90,9 +90,9 @@ def test_selected_rows_are_counted_once_per_index_group(tiny_dsa):
         found = counters(llm)
         # top-64 of 100 prompt tokens, then of the 10 tokens that were fed back.
         prefill = sum(min(i, 64) for i in range(1, 101))
-        assert found["vllm:dhisparse_selected_rows{tail,prefill}"] == 2 * prefill
-        assert found["vllm:dhisparse_selected_rows{tail,decode}"] == 2 * 10 * 64
-        assert found["vllm:dhisparse_mode_info{resident,0.1.0,64}"] == 1
+        assert found["vllm:dhisparse_selected_rows{prefill,tail}"] == 2 * prefill
+        assert found["vllm:dhisparse_selected_rows{decode,tail}"] == 2 * 10 * 64
+        assert found["vllm:dhisparse_mode_info{64,resident,0.1.0}"] == 1
 
 
 def test_residency_classes_sum_to_the_capacity(tiny_dsa):

@@ -1,9 +1,10 @@
 import pytest
 import torch
-from engine import running  # noqa: F401  (sets vLLM's environment before its import)
 
 from vllm_dhisparse.integration import cpu_indexer
 from vllm_dhisparse.integration.cpu_indexer import select_positions
+
+SIZES = [(1, 1, 8), (9, 40, 8), (40, 300, 64)]
 
 
 def case(num_queries, context, seed=0, levels=3):

@@ -2,7 +2,6 @@ import pickle
 import subprocess
 import sys
 
-from engine import running  # noqa: F401  (sets vLLM's environment before its import)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_dhisparse.integration import plugin

@@ -1,7 +1,6 @@
 """One clear error for each thing DHISPARSE cannot do, before anything is built."""
 
 import pytest
-from engine import running  # noqa: F401  (sets vLLM's environment before its import)
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 

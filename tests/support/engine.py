@@ -1,21 +1,11 @@
 """vLLM engines inside the test process, and what may be asked of them."""
 
-import os
-
-# Scheduler and worker in this process, so that tests can look at both. Read by vLLM
-# when it is imported.
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from server import series_name
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -75,11 +65,10 @@ def all_blocks_free(llm: LLM) -> bool:
 
 
 def counters(llm: LLM) -> dict[str, float]:
-    """This package's and vLLM's counters by ``name{label values}``, zeros left out."""
+    """Counters and gauges by ``name{values in the order of label names}``, zeros left out."""
     found = {}
     for metric in llm.get_metrics():
         value = getattr(metric, "value", None)
         if value:
-            labels = [v for k, v in metric.labels.items() if k not in ("engine", "model_name")]
-            found[f"{metric.name}{{{','.join(labels)}}}"] = value
+            found[series_name(metric.name, metric.labels)] = value
     return found

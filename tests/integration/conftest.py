@@ -1,0 +1,10 @@
+import os
+
+# Scheduler and worker in the test process, so that tests can look at both. vLLM reads
+# these when it is imported.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
