@@ -323,6 +323,10 @@ class World:
 
     def check(self):
         self.state.check_integrity(b.block_id for _, blocks in self.deferred for b in blocks)
+        if not self.setup.defers_frees:
+            idle = self.state.pages._idle
+            queue = [b.block_id for b in self.pool.free_block_queue.get_all_free_blocks()]
+            assert list(idle) == [block for block in queue if block in idle], "eviction order"
 
     def close(self):
         """End everything: all blocks and pages come back."""

@@ -188,7 +188,10 @@ class ModelWorker:
         if not units:
             return
         for _ in range(4):
-            slot = unit, offset = self.random.choice(units), self.random.randrange(self.block_tokens)
+            slot = unit, offset = (
+                self.random.choice(units),
+                self.random.randrange(self.block_tokens),
+            )
             victim = self.row_of_slot.get(slot)
             if victim in union:
                 continue

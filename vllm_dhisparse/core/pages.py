@@ -49,13 +49,12 @@ class PageAllocator:
     @property
     def num_idle(self) -> int:
         """Pages that only a prefix hit could still claim."""
-        self._sweep()
         return len(self._idle)
 
     def room(self) -> int:
-        """Pages that a new request may need in this step: free or evictable, not promised."""
-        self._sweep()
-        return self.num_pages - len(self._holders) - len(self._ended) - self._num_promised
+        """Pages that a request may need in this step: free or evictable, not promised."""
+        ended_in_use = sum(map(self._source.is_referenced, self._ended))
+        return self.num_pages - len(self._holders) - ended_in_use - self._num_promised
 
     def num_bound(self, request_id: str) -> int:
         """Leading indexer blocks of the request whose pages are known to be bound."""
@@ -67,9 +66,9 @@ class PageAllocator:
         Blocks that are in use anyway cost it no page; idle ones do, as they stop being
         evictable.
         """
-        self._sweep()
         self._expected[request_id] = sum(
-            block in self._holders or block in self._ended for block in hit_blocks
+            block in self._holders or (block in self._ended and self._source.is_referenced(block))
+            for block in hit_blocks
         )
 
     def need(self, request_id: str, num_blocks: int) -> int:
@@ -81,7 +80,9 @@ class PageAllocator:
     def fits(self, request_id: str, num_blocks: int) -> bool:
         """Whether pages for ``num_blocks`` blocks of the request can be had in this step."""
         need = self.need(request_id, num_blocks) - self._promised.get(request_id, 0)
-        return need <= 0 or need <= self.room()
+        # Free and idle pages are at hand; only when they do not suffice count the ended.
+        at_hand = len(self._free_pages) + len(self._idle) - self._num_promised
+        return need <= 0 or need <= at_hand or need <= self.room()
 
     def promise(self, request_id: str, num_blocks: int) -> None:
         """Set aside what the request needs, until ``bind`` or the end of the step."""
@@ -137,10 +138,10 @@ class PageAllocator:
                 self._ended[block] = None
 
     def end_step(self) -> None:
-        """Withdraw promises that nobody bound."""
+        """Withdraw promises that nobody bound, and take back pages that nobody can hit."""
         self._promised.clear()
         self._num_promised = 0
-        self._sweep()
+        self._sort_ended()
 
     def page_of(self, block: int) -> int | None:
         """Return the page of a block, or None."""
@@ -177,7 +178,7 @@ class PageAllocator:
             self._ended.pop(block, None)
             self._idle.pop(block, None)
 
-    def _sweep(self) -> None:
+    def _sort_ended(self) -> None:
         released = [block for block in self._ended if not self._source.is_referenced(block)]
         for block in released:
             if self._source.is_cached(block):
@@ -188,7 +189,7 @@ class PageAllocator:
 
     def _take_page(self) -> int:
         if not self._free_pages:
-            self._sweep()
+            self._sort_ended()
         if not self._free_pages:
             # Not while requests are admitted: the block could be part of a hit just found.
             # An idle block in use belongs to a request of this step that is bound later.
