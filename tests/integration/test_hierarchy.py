@@ -39,6 +39,7 @@ class Hierarchy(RuleBasedStateMachine):
     )
     def add_request(self, prefix, prefix_length, num_new, max_tokens):
         self.world.add_request(prefix, prefix_length, num_new, max_tokens)
+        self.world.schedule()
 
     @rule(count=st.integers(1, 12))
     def schedule(self, count):
@@ -90,8 +91,8 @@ class Hierarchy(RuleBasedStateMachine):
 
 TestHierarchy = Hierarchy.TestCase
 TestHierarchy.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
+    max_examples=150,
+    stateful_step_count=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
