@@ -1,7 +1,5 @@
 """A pool of integer blocks with the free-queue behaviour of vLLM's BlockPool."""
 
-from vllm_dhisparse.core.block_source import FreeBlock
-
 
 class FakeSource:
     def __init__(self, num_blocks):
@@ -78,4 +76,4 @@ class FakeSource:
 
     def walk_free(self):
         for block in self.queue:
-            yield FreeBlock(block, block in self.cached)
+            yield block, block in self.cached

@@ -300,6 +300,7 @@ class World:
         while self.running:
             self.preempt(self.running[-1])
         while self.deferred:
+            assert self.in_flight, "a deferred free waits for no step"
             self.update()
         assert self.kv.reset_prefix_cache()
         levels = self.state.ledger.levels()

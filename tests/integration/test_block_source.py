@@ -3,7 +3,6 @@
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_dhisparse.core.block_source import FreeBlock
 from vllm_dhisparse.integration.block_source import PoolBlockSource
 
 from .kv_world import Setup, make_kv_cache_manager, make_request, make_state
@@ -38,8 +37,8 @@ def test_released_blocks_are_at_the_head_and_readable_ones_at_the_tail(source):
     first, second = source.take(2), source.take(2)
     source.release_readable(first)
     source.release(second)
-    assert [entry.block for entry in source.walk_free()] == [3, 4, 5, 6, 7, 8, 1, 2]
-    assert next(source.walk_free()) == FreeBlock(3, is_cached=False)
+    assert [block for block, _ in source.walk_free()] == [3, 4, 5, 6, 7, 8, 1, 2]
+    assert next(source.walk_free()) == (3, False)
 
 
 def test_reuse_of_a_readable_block_is_told_once(source, reused):
@@ -121,11 +120,11 @@ def test_eviction_of_a_prefix_tells_nobody_and_moves_nothing():
     table = [b.block_id for b in state._address.req_to_blocks["a"]]
     source.watch(table)
     kv.free(request)
-    queue = [entry.block for entry in source.walk_free()]
+    queue = [block for block, _ in source.walk_free()]
     assert [source.is_cached(block) for block in table] == [True, True, False]
     source.evict_prefix(table)
     assert not any(source.is_cached(block) for block in table)
-    assert [entry.block for entry in source.walk_free()] == queue
+    assert [block for block, _ in source.walk_free()] == queue
     assert reused == []
 
 

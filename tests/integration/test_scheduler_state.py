@@ -7,17 +7,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from vllm_dhisparse.core.commands import StepCommands
-from vllm_dhisparse.integration.scheduler_state import state_of
 
 from .kv_world import Setup, indexer_spec, make_kv_cache_manager, make_request, make_state
-
-
-def test_managers_find_the_state_of_their_own_engine():
-    setup = Setup()
-    first, second = make_kv_cache_manager(setup), make_kv_cache_manager(setup)
-    states = make_state(first, setup), make_state(second, setup)
-    assert state_of(first.block_pool) is states[0]
-    assert state_of(second.block_pool) is states[1]
 
 
 def test_an_engine_that_is_gone_leaves_nothing_behind():

@@ -1,7 +1,7 @@
 """What the ledger and the page allocator need of a pool of device blocks, on integer ids."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 ReuseListener: TypeAlias = Callable[[int], None]
 """Called with a block id when the pool hands the block out for something new.
@@ -9,13 +9,6 @@ ReuseListener: TypeAlias = Callable[[int], None]
 The pool is in the middle of an allocation then: a listener only updates its own
 records and calls nothing of the ``BlockSource``.
 """
-
-
-class FreeBlock(NamedTuple):
-    """One block of the free queue; ``is_cached`` if a prefix hit may still claim it."""
-
-    block: int
-    is_cached: bool
 
 
 class BlockSource(Protocol):
@@ -79,6 +72,9 @@ class BlockSource(Protocol):
         """Whether anything holds the block."""
         ...
 
-    def walk_free(self) -> Iterator[FreeBlock]:
-        """Free blocks from the head of the queue; change nothing while walking."""
+    def walk_free(self) -> Iterator[tuple[int, bool]]:
+        """Free blocks from the head of the queue, each with ``is_cached``.
+
+        Nothing may change while walking.
+        """
         ...

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_dhisparse.core.block_source import FreeBlock, ReuseListener
+from vllm_dhisparse.core.block_source import ReuseListener
 
 
 class PoolBlockSource:
@@ -76,11 +76,11 @@ class PoolBlockSource:
         """Whether anything holds the block."""
         return self._pool.blocks[block].ref_cnt > 0
 
-    def walk_free(self) -> Iterator[FreeBlock]:
-        """Free blocks from the head of the queue."""
+    def walk_free(self) -> Iterator[tuple[int, bool]]:
+        """Free blocks from the head of the queue, each with ``is_cached``."""
         # The queue is no public interface of the pool, and its order is in no other place.
         for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield FreeBlock(block.block_id, block.block_hash is not None)
+            yield block.block_id, block.block_hash is not None
 
     def _blocks(self, blocks: Iterable[int]) -> list[KVCacheBlock]:
         return [self._pool.blocks[block] for block in blocks]

@@ -1,9 +1,7 @@
 """What the engine core knows of units and host pages, with the moments a connector passes on."""
 
-import weakref
 from collections.abc import Iterable
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,29 +12,8 @@ from vllm_dhisparse.core.commands import Command, StepCommands, UnitState
 from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
 from vllm_dhisparse.integration.block_source import PoolBlockSource
-from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec, is_indexer_spec
-
-# Managers are built before the state and get nothing but their pool.
-_state_of_pool: "weakref.WeakKeyDictionary[BlockPool, weakref.ref[SchedulerState]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def state_of(pool: BlockPool) -> "SchedulerState":
-    """Return the state of the engine that owns ``pool``.
-
-    Raises:
-        RuntimeError: no connector of this package was bound to the KV cache manager.
-
-    """
-    reference = _state_of_pool.get(pool)
-    state = reference() if reference is not None else None
-    if state is None:
-        raise RuntimeError(
-            "latent KV groups of DHISPARSE need the DHiSparse connector, which was not bound "
-            "to the KV cache manager"
-        )
-    return state
+from vllm_dhisparse.integration.kv_spec import is_indexer_spec
+from vllm_dhisparse.integration.manager import DHiSparseManager
 
 
 class SchedulerState:
@@ -66,7 +43,7 @@ class SchedulerState:
         num_lookahead_tokens: int,
     ) -> None:
         managers = kv_cache_manager.coordinator.single_type_managers
-        latent = [m for m in managers if isinstance(m.kv_cache_spec, DHiSparseLatentSpec)]
+        latent = [m for m in managers if isinstance(m, DHiSparseManager)]
         indexer = [m for m in managers if is_indexer_spec(m.kv_cache_spec)]
         if not latent or not indexer:
             specs = ", ".join(type(m.kv_cache_spec).__name__ for m in managers)
@@ -86,11 +63,8 @@ class SchedulerState:
         self._source = PoolBlockSource(self._pool)
         self.ledger = Ledger(self._source, len(latent), spec.base_units_per_request, residency, log)
         self.pages = PageAllocator(self._source, num_pages, log)
-        _state_of_pool[self._pool] = weakref.ref(self)
-
-    def group_index(self, kv_cache_group_id: int) -> int:
-        """Return the place of a latent KV group among the latent ones."""
-        return [m.kv_cache_group_id for m in self._latent].index(kv_cache_group_id)
+        for group, manager in enumerate(latent):
+            manager.bind(self, group)
 
     def on_new_request(self, request: Request, num_local_computed_tokens: int) -> None:
         """Note the prefix hit of a request that vLLM considers; it may yet be refused.
@@ -154,7 +128,7 @@ class SchedulerState:
                     assert self.ledger.tail_block(request_id, position, group) == block
                     tails.append(block)
         assert sorted(tails) == sorted(by_state[UnitState.TAIL]), "a tail unit is not whole"
-        free = [entry.block for entry in self._source.walk_free()]
+        free = [block for block, _ in self._source.walk_free()]
         assert set(by_state[UnitState.OPTIONAL]) <= set(free), "an optional unit is not free"
         late = {block for block in deferred_blocks if block not in others}
         uses = [*free, *tails, *by_state[UnitState.REQUIRED], *others, *late]
