@@ -1,0 +1,178 @@
+import pytest
+
+from vllm_dhisparse.core.commands import UnitAdded, UnitLost, UnitMoved, UnitState
+from vllm_dhisparse.core.ledger import Ledger
+
+from .fake_source import FakeSource
+
+
+def make_ledger(num_blocks=24, num_groups=2, base_units=1, residency="adaptive"):
+    source = FakeSource(num_blocks)
+    return source, Ledger(source, num_groups, base_units, residency, [])
+
+
+def test_tail_unit_is_numbered_once_and_moved_in_place():
+    _, ledger = make_ledger()
+    ledger.claim_share("a")
+    ledger.grow_tail("a", 0, 2)
+    assert ledger.take_commands() == (
+        UnitAdded(0, UnitState.REQUIRED, (0, 1)),
+        UnitAdded(1, UnitState.TAIL, (2, 3)),
+        UnitAdded(2, UnitState.TAIL, (4, 5)),
+    )
+    assert [ledger.tail_block("a", 1, group) for group in range(2)] == [4, 5]
+    ledger.absorb_tail("a", 1)
+    assert ledger.take_commands() == (UnitMoved(1, UnitState.OPTIONAL),)
+    assert ledger.levels() == (20, 1, 1, 1)
+    ledger.check_integrity()
+
+
+def test_fixed_residency_frees_full_tails_and_released_shares():
+    source, ledger = make_ledger(residency="fixed")
+    ledger.claim_share("a")
+    ledger.grow_tail("a", 0, 2)
+    ledger.absorb_tail("a", 1)
+    assert source.queue[:2] == [2, 3], "the next allocation takes them"
+    assert ledger.levels() == (20, 1, 1, 0)
+    ledger.take_commands()
+    ledger.end_request("a")
+    assert ledger.take_commands() == (UnitLost(2), UnitLost(0))
+    source.release([4, 5])  # as vLLM frees the tail
+    assert source.num_free == 24
+    ledger.check_integrity()
+
+
+def test_losing_one_block_loses_the_unit_in_all_groups():
+    source, ledger = make_ledger(num_blocks=6)
+    ledger.adopt(3, head_reserve_blocks=0)
+    ledger.take_commands()
+    assert source.take(1) == [0]
+    assert ledger.take_commands() == (UnitLost(0),)
+    assert ledger.levels().optional_units == 2
+    ledger.check_integrity()
+    source.take(1)  # its sibling: nothing of the unit is left to lose
+    assert ledger.take_commands() == ()
+
+
+def test_numbers_of_units_lost_by_an_allocation_are_used_by_it():
+    _, ledger = make_ledger(num_blocks=4, base_units=0)
+    ledger.adopt(2, head_reserve_blocks=0)
+    ledger.claim_share("a")
+    ledger.take_commands()
+    ledger.grow_tail("a", 0, 2)
+    lost_then_added = ledger.take_commands()
+    assert [type(command) for command in lost_then_added] == [UnitLost] * 2 + [UnitAdded] * 2
+    assert {command.unit for command in lost_then_added} == {0, 1}
+    assert ledger.max_units == 2
+    ledger.check_integrity()
+
+
+def test_a_share_pins_the_newest_optional_units_first():
+    source, ledger = make_ledger(num_blocks=8, base_units=3)
+    ledger.adopt(2, head_reserve_blocks=4)
+    ledger.take_commands()
+    ledger.claim_share("a")
+    assert ledger.take_commands() == (
+        UnitMoved(1, UnitState.REQUIRED),
+        UnitMoved(0, UnitState.REQUIRED),
+        UnitAdded(2, UnitState.REQUIRED, (0, 1)),
+    )
+    assert source.num_free == 2
+    ledger.check_integrity()
+
+
+def test_a_released_share_stays_readable():
+    source, ledger = make_ledger()
+    ledger.claim_share("a")
+    ledger.claim_share("b")
+    ledger.take_commands()
+    ledger.end_request("a")
+    ledger.end_request("a")
+    ledger.end_request("never seen")
+    assert ledger.take_commands() == (UnitMoved(0, UnitState.OPTIONAL),)
+    assert source.num_free == 22
+    ledger.check_integrity()
+
+
+def test_base_units_change_for_all_running_requests_or_not_at_all():
+    source, ledger = make_ledger(num_blocks=12)
+    ledger.claim_share("a")
+    ledger.claim_share("b")
+    with pytest.raises(ValueError, match="need 12 free blocks, 8 are free"):
+        ledger.set_base_units(4)
+    assert ledger.levels() == (8, 0, 2, 0)
+    ledger.set_base_units(3)
+    assert source.num_free == 0
+    ledger.set_base_units(0)
+    assert ledger.levels() == (12, 0, 0, 6)
+    ledger.check_integrity()
+
+
+def test_adopt_leaves_the_reserve_and_cached_prefixes_alone():
+    source, ledger = make_ledger(num_blocks=12)
+    source.cached = {4, 5}
+    assert ledger.adopt(2, head_reserve_blocks=4) == 2
+    assert source.queue == [0, 1, 2, 3, 4, 5, 10, 11, 6, 7, 8, 9]
+    assert source.cached == {4, 5}
+    ledger.check_integrity()
+
+
+def test_adopt_takes_the_oldest_cached_prefixes_only_when_told():
+    source, ledger = make_ledger(num_blocks=8)
+    source.cached = set(range(8))
+    assert ledger.adopt(2, head_reserve_blocks=2) == 0
+    assert ledger.adopt(2, head_reserve_blocks=2, take_cached=True) == 2
+    assert source.cached == {4, 5, 6, 7}
+    ledger.check_integrity()
+
+
+def test_adopt_never_takes_an_optional_unit_again():
+    _, ledger = make_ledger(num_blocks=8)
+    assert ledger.adopt(10, head_reserve_blocks=0) == 4
+    assert ledger.adopt(10, head_reserve_blocks=0) == 0
+
+
+def test_the_walk_of_adopt_is_bounded_by_what_is_asked():
+    source, ledger = make_ledger(num_blocks=1000)
+    source.cached = set(range(900))
+    seen = []
+    walk = source.walk_free
+    source.walk_free = lambda: (seen.append(block) or block for block in walk())
+    assert ledger.adopt(2, head_reserve_blocks=8) == 0
+    assert len(seen) <= 8 + 2 * 4
+
+
+def test_the_oldest_units_are_given_up_first_and_become_the_head():
+    source, ledger = make_ledger(num_blocks=8)
+    ledger.adopt(4, head_reserve_blocks=0)
+    ledger.take_commands()
+    assert ledger.give_up(1) == 1
+    assert ledger.take_commands() == (UnitLost(0),)
+    assert source.queue[:2] == [0, 1]
+    assert ledger.give_up(10) == 3
+    assert source.num_free == 8
+    ledger.check_integrity()
+
+
+@pytest.mark.parametrize(("reserve", "given_up"), [(0, 0), (2, 0), (3, 1), (4, 1), (5, 2), (40, 3)])
+def test_refill_reserve_gives_up_just_enough(reserve, given_up):
+    source, ledger = make_ledger(num_blocks=12)
+    ledger.adopt(3, head_reserve_blocks=2)
+    source.take(4)  # of the six plain blocks at the head
+    assert ledger.refill_reserve(reserve) == given_up
+    ledger.check_integrity()
+
+
+def test_refill_reserve_puts_plain_blocks_before_cached_prefixes():
+    source, ledger = make_ledger(num_blocks=10)
+    ledger.adopt(4, head_reserve_blocks=2)
+    source.cached = {0, 1}
+    assert ledger.refill_reserve(4) == 2
+    assert source.queue == [2, 3, 4, 5, 0, 1, 6, 7, 8, 9]
+    assert source.cached == {0, 1}
+
+
+def test_fixed_residency_adopts_nothing():
+    _, ledger = make_ledger(residency="fixed")
+    with pytest.raises(AssertionError):
+        ledger.adopt(1, 0)

@@ -1,0 +1,152 @@
+"""Laws 2, 3, 5 and 8 under random schedules on vLLM's real KVCacheManager."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from .kv_world import Setup, World
+
+setups = st.builds(
+    Setup,
+    num_blocks=st.sampled_from([120, 160, 260]),
+    num_pages=st.sampled_from([14, 24, 60]),
+    num_groups=st.sampled_from([1, 3, 4]),
+    num_indexer_groups=st.integers(1, 3),
+    base_units=st.integers(0, 3),
+    num_drafts=st.sampled_from([0, 3]),
+    lag=st.integers(0, 2),
+    caching=st.booleans(),
+    residency=st.sampled_from(["adaptive", "fixed"]),
+    indexer_first=st.booleans(),
+    defers_frees=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+
+
+class Hierarchy(RuleBasedStateMachine):
+    @initialize(setup=setups)
+    def start(self, setup):
+        self.world = World(setup)
+
+    @rule(
+        prefix=st.integers(0, 3),
+        prefix_length=st.integers(0, 400),
+        num_new=st.integers(1, 150),
+        max_tokens=st.integers(1, 40),
+    )
+    def add_request(self, prefix, prefix_length, num_new, max_tokens):
+        self.world.add_request(prefix, prefix_length, num_new, max_tokens)
+        self.world.schedule()
+
+    @rule(count=st.integers(1, 12))
+    def schedule(self, count):
+        for _ in range(count):
+            self.world.schedule()
+            self.world.check()
+
+    @rule()
+    def update(self):
+        self.world.update()
+
+    @rule(index=st.integers(0, 20))
+    def abort(self, index):
+        self.world.abort(index)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.world.reset_prefix_cache()
+
+    @rule(base_units=st.integers(0, 3))
+    def set_base_units(self, base_units):
+        self.world.set_base_units(base_units)
+
+    @rule(num_units=st.integers(0, 12), reserve=st.integers(0, 24), take_cached=st.booleans())
+    def adopt(self, num_units, reserve, take_cached):
+        self.world.adopt(num_units, reserve, take_cached)
+
+    @rule(num_units=st.integers(0, 6))
+    def give_up(self, num_units):
+        self.world.state.ledger.give_up(num_units)
+
+    @rule(reserve=st.integers(0, 40))
+    def refill_reserve(self, reserve):
+        self.world.state.ledger.refill_reserve(reserve)
+
+    @rule(seed=st.integers(0, 1000))
+    def evict_prefixes(self, seed):
+        self.world.evict_prefixes(seed)
+
+    @invariant()
+    def laws_hold(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.close()
+
+
+TestHierarchy = Hierarchy.TestCase
+TestHierarchy.settings = settings(
+    max_examples=150,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def run_seed(seed, num_events):
+    """Drive a world for longer than hypothesis would; rare events come at their rates."""
+    draw = random.Random(seed)
+    world = World(
+        Setup(
+            num_blocks=draw.choice([120, 160, 260]),
+            num_pages=[14, 24, 40][seed % 3],
+            num_groups=[3, 1, 4][seed % 3],
+            num_indexer_groups=[1, 3, 1, 2][seed % 4],
+            num_drafts=[3, 0][seed % 5 == 4],
+            lag=[1, 2, 0][seed % 3],
+            caching=seed % 6 != 5,
+            residency="fixed" if seed % 4 == 3 else "adaptive",
+            indexer_first=bool(seed & 1),
+            defers_frees=seed % 4 == 2,
+            seed=seed,
+        )
+    )
+    rare = [
+        lambda: world.abort(draw.randrange(20)),
+        lambda: world.set_base_units(draw.randrange(4)),
+        lambda: world.evict_prefixes(draw.randrange(1000)),
+        lambda: world.state.ledger.give_up(draw.randrange(1, 4)),
+        world.update,
+    ]
+    for _ in range(num_events):
+        event = draw.random()
+        if event < 0.18 and len(world.waiting) < 6:
+            prefix_length = 400 if draw.random() < 0.7 else draw.randrange(400)
+            num_new, max_tokens = draw.randrange(1, 150), draw.randrange(1, 40)
+            world.add_request(draw.randrange(4), prefix_length, num_new, max_tokens)
+        elif event < 0.24:
+            draw.choice(rare)()
+        elif event < 0.243:
+            world.reset_prefix_cache()
+        else:
+            world.schedule()
+            if draw.random() < 0.4:
+                world.adopt(draw.randrange(1, 6), draw.randrange(24), draw.random() < 0.2)
+            if draw.random() < 0.5:
+                world.state.ledger.refill_reserve(24)
+        world.check()
+    world.close()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_random_schedules(seed):
+    world = run_seed(seed, num_events=500)
+    assert world.worker.num_hits
+    assert world.worker.num_misses

@@ -1,0 +1,321 @@
+"""The unit ledger: which device blocks hold latent rows, and what for.
+
+One ledger serves all latent KV groups of an engine, so a unit is whole in all of
+them or gone. It keeps state and executes; how much to hold is its caller's decision.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Literal, NamedTuple, TypeAlias
+
+from vllm_dhisparse.core.block_source import BlockSource
+from vllm_dhisparse.core.commands import Command, UnitAdded, UnitLost, UnitMoved, UnitState
+
+LedgerResidency: TypeAlias = Literal["fixed", "adaptive"]
+
+
+class LedgerLevels(NamedTuple):
+    """Units by state, and free blocks (those of optional units among them)."""
+
+    free_blocks: int
+    tail_units: int
+    required_units: int
+    optional_units: int
+
+
+class Ledger:
+    """Units of one engine by state.
+
+    Tail units belong to a request and a position; their blocks are given back by
+    vLLM when the request ends. Required units are pinned, ``base_units`` for each
+    running request, and belong to nobody in particular. Optional units lie in the
+    free queue and are readable until the pool hands one of their blocks out.
+
+    Args:
+        source: the pool.
+        num_groups: latent KV groups, the blocks of one unit.
+        base_units: required units for each running request.
+        residency: ``adaptive`` keeps full tails and released shares as optional
+            units; ``fixed`` frees them, so that required units are all there is.
+        log: where the commands go, in the order things happen.
+
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        num_groups: int,
+        base_units: int,
+        residency: LedgerResidency,
+        log: list[Command],
+    ) -> None:
+        assert num_groups > 0
+        assert base_units >= 0
+        self.num_groups = num_groups
+        self.base_units = base_units
+        self._source = source
+        self._keeps_units = residency == "adaptive"
+        self._log = log
+        self._blocks: dict[int, tuple[int, ...]] = {}
+        self._free_numbers: list[int] = []
+        # unit by position; positions are consecutive, and only the newest are here
+        self._tails: dict[str, dict[int, int]] = {}
+        # insertion order is age, oldest first
+        self._required: dict[int, None] = {}
+        self._optional: dict[int, None] = {}
+        self._optional_of_block: dict[int, int] = {}
+        source.add_reuse_listener(self._lose_unit_of)
+
+    @property
+    def max_units(self) -> int:
+        """Unit numbers are below this."""
+        return self._source.num_blocks // self.num_groups
+
+    def levels(self) -> LedgerLevels:
+        """Return what is held now; its cost grows with the running requests only."""
+        return LedgerLevels(
+            free_blocks=self._source.num_free,
+            tail_units=sum(map(len, self._tails.values())),
+            required_units=len(self._required),
+            optional_units=len(self._optional),
+        )
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether the request has claimed its base share."""
+        return request_id in self._tails
+
+    def claim_share(self, request_id: str) -> None:
+        """Pin the base share of a request that starts to run.
+
+        The newest optional units are pinned first, since their rows are the likeliest
+        to be read again; the rest is allocated. Admission has made sure of the room.
+        """
+        assert request_id not in self._tails
+        self._tails[request_id] = {}
+        self._require(self.base_units)
+
+    def set_base_units(self, base_units: int) -> None:
+        """Change the share of every running request at once.
+
+        Raises:
+            ValueError: the pool has too few free blocks; nothing is changed.
+
+        """
+        missing = (base_units - self.base_units) * len(self._tails)
+        if missing * self.num_groups > self._source.num_free:
+            raise ValueError(
+                f"{missing} more required units need {missing * self.num_groups} free blocks, "
+                f"{self._source.num_free} are free"
+            )
+        self.base_units = base_units
+        if missing > 0:
+            self._require(missing)
+        else:
+            self._release_required(-missing)
+
+    def grow_tail(self, request_id: str, first_position: int, num_units: int) -> None:
+        """Allocate the tail units at ``first_position`` and the positions after it."""
+        tail = self._tails[request_id]
+        assert not tail or first_position - 1 in tail
+        units = self._allocate(num_units, UnitState.TAIL)
+        tail.update(zip(range(first_position, first_position + num_units), units, strict=True))
+
+    def tail_block(self, request_id: str, position: int, group: int) -> int:
+        """Return the block of one latent group in the tail unit at ``position``."""
+        return self._blocks[self._tails[request_id][position]][group]
+
+    def absorb_tail(self, request_id: str, end_position: int) -> None:
+        """Take the full tail units below ``end_position`` off the request, in place."""
+        tail = self._tails[request_id]
+        full = []
+        for position in tail:
+            if position >= end_position:
+                break
+            full.append(position)
+        self._retain([tail.pop(position) for position in full])
+
+    def end_request(self, request_id: str) -> None:
+        """Forget the tail of a request and release its share; unknown requests are fine.
+
+        The blocks of the tail stay referenced: they are in vLLM's table, and vLLM frees
+        them.
+        """
+        tail = self._tails.pop(request_id, None)
+        if tail is None:
+            return
+        for unit in tail.values():
+            self._retire(unit)
+        self._release_required(self.base_units)
+
+    def adopt(self, num_units: int, head_reserve_blocks: int, take_cached: bool = False) -> int:
+        """Turn free blocks into optional units, at most ``num_units``.
+
+        The first ``head_reserve_blocks`` plain free blocks are left alone. Blocks whose
+        reuse costs nothing are taken first, cached prefixes (oldest first) only if
+        ``take_cached``. The walk is bounded by what is asked for, so a queue with few
+        suitable blocks near its head gives fewer units.
+
+        Returns:
+            Units adopted.
+
+        """
+        assert self._keeps_units, "fixed residency has no optional units"
+        wanted = num_units * self.num_groups
+        if not wanted:
+            return 0
+        plain: list[int] = []
+        cached: list[int] = []
+        for block, is_cached in islice(self._source.walk_free(), head_reserve_blocks + 2 * wanted):
+            if is_cached:
+                cached.append(block)
+            elif block not in self._optional_of_block:
+                plain.append(block)
+                if len(plain) == head_reserve_blocks + wanted:
+                    break
+        found = plain[head_reserve_blocks:]
+        if take_cached:
+            found += cached[: wanted - len(found)]
+        found = found[: len(found) // self.num_groups * self.num_groups]
+        self._source.claim(found)
+        units = self._add(found, UnitState.OPTIONAL)
+        self._make_readable(units)
+        return len(units)
+
+    def give_up(self, num_units: int) -> int:
+        """Make the oldest optional units plain free blocks at the head of the queue.
+
+        Returns:
+            Units given up.
+
+        """
+        units = list(islice(self._optional, num_units))
+        blocks = self._blocks_of(units)
+        for unit in units:
+            self._forget_optional(unit)
+            self._retire(unit)
+        self._source.pin(blocks)
+        self._source.release(blocks)
+        return len(units)
+
+    def refill_reserve(self, head_reserve_blocks: int) -> int:
+        """Give up units until the queue's head has ``head_reserve_blocks`` plain free blocks.
+
+        With the reserve, what one step allocates comes out of optional units rather than
+        out of cached prefixes, which are ahead of them in the queue.
+
+        Returns:
+            Units given up.
+
+        """
+        if not self._optional:
+            return 0
+        plain = 0
+        for block, is_cached in islice(self._source.walk_free(), head_reserve_blocks):
+            if is_cached:
+                break
+            plain += block not in self._optional_of_block
+        return self.give_up(-(-(head_reserve_blocks - plain) // self.num_groups))
+
+    def take_commands(self) -> tuple[Command, ...]:
+        """Hand over the log and start a new one."""
+        commands = tuple(self._log)
+        self._log.clear()
+        return commands
+
+    def blocks_by_state(self) -> dict[UnitState, list[int]]:
+        """Return the block ids of all live units; for checks, its cost grows with them."""
+        tails = [unit for tail in self._tails.values() for unit in tail.values()]
+        return {
+            UnitState.TAIL: self._blocks_of(tails),
+            UnitState.REQUIRED: self._blocks_of(self._required),
+            UnitState.OPTIONAL: self._blocks_of(self._optional),
+        }
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls."""
+        by_state = self.blocks_by_state()
+        blocks = [block for ids in by_state.values() for block in ids]
+        assert len(blocks) == len(set(blocks)), "a block is in two units"
+        assert len(blocks) == self.num_groups * len(self._blocks), "a unit has no state"
+        assert len(self._required) == self.base_units * len(self._tails)
+        assert self._keeps_units or not self._optional
+        assert set(self._optional_of_block) == set(by_state[UnitState.OPTIONAL])
+        numbers = [*self._blocks, *self._free_numbers]
+        assert sorted(numbers) == list(range(len(numbers)))
+        assert all(number < self.max_units for number in self._blocks)
+        for state, ids in by_state.items():
+            is_pinned = state is not UnitState.OPTIONAL
+            for block in ids:
+                assert self._source.is_referenced(block) == is_pinned, (state, block)
+                assert not self._source.is_cached(block)
+        for tail in self._tails.values():
+            first = min(tail, default=0)
+            assert list(tail) == list(range(first, first + len(tail))), "a tail has a gap"
+
+    def _require(self, num_units: int) -> None:
+        reused = list(islice(reversed(self._optional), num_units))
+        for unit in reused:
+            self._forget_optional(unit)
+            self._log.append(UnitMoved(unit, UnitState.REQUIRED))
+        self._source.pin(self._blocks_of(reused))
+        self._required.update(dict.fromkeys(reused))
+        allocated = self._allocate(num_units - len(reused), UnitState.REQUIRED)
+        self._required.update(dict.fromkeys(allocated))
+
+    def _release_required(self, num_units: int) -> None:
+        units = list(islice(self._required, num_units))
+        for unit in units:
+            del self._required[unit]
+        self._retain(units)
+
+    def _retain(self, units: Sequence[int]) -> None:
+        if self._keeps_units:
+            for unit in units:
+                self._log.append(UnitMoved(unit, UnitState.OPTIONAL))
+            self._make_readable(units)
+            return
+        blocks = self._blocks_of(units)
+        for unit in units:
+            self._retire(unit)
+        self._source.release(blocks)
+
+    def _make_readable(self, units: Iterable[int]) -> None:
+        for unit in units:
+            blocks = self._blocks[unit]
+            self._optional[unit] = None
+            for block in blocks:
+                self._optional_of_block[block] = unit
+            self._source.release_readable(blocks)
+
+    def _allocate(self, num_units: int, state: UnitState) -> list[int]:
+        # Numbers come after the blocks: units lost by this very allocation return theirs.
+        return self._add(self._source.take(num_units * self.num_groups), state)
+
+    def _add(self, blocks: Sequence[int], state: UnitState) -> list[int]:
+        units = []
+        for start in range(0, len(blocks), self.num_groups):
+            unit = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
+            self._blocks[unit] = tuple(blocks[start : start + self.num_groups])
+            self._log.append(UnitAdded(unit, state, self._blocks[unit]))
+            units.append(unit)
+        return units
+
+    def _retire(self, unit: int) -> None:
+        del self._blocks[unit]
+        self._free_numbers.append(unit)
+        self._log.append(UnitLost(unit))
+
+    def _forget_optional(self, unit: int) -> None:
+        del self._optional[unit]
+        for block in self._blocks[unit]:
+            del self._optional_of_block[block]
+
+    def _lose_unit_of(self, block: int) -> None:
+        unit = self._optional_of_block.get(block)
+        if unit is None:
+            return  # a sibling of a unit that is already lost, or a block of a page
+        self._forget_optional(unit)
+        self._retire(unit)
+
+    def _blocks_of(self, units: Iterable[int]) -> list[int]:
+        return [block for unit in units for block in self._blocks[unit]]

@@ -1,0 +1,165 @@
+"""vLLM's manager of a latent KV group: tails in the block table, the rest in the ledger."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
+
+if TYPE_CHECKING:
+    from vllm_dhisparse.integration.scheduler_state import SchedulerState
+
+
+class DHiSparseManager(SingleTypeKVCacheManager):
+    """Block tables of one latent group: full length, null at the head, real at the tail.
+
+    vLLM calls the managers of all groups in order with the same arguments. The first
+    latent one (the lead) decides and accounts for all latent groups; the others only
+    copy the units' blocks into their tables.
+    """
+
+    def __init__(self, kv_cache_spec: DHiSparseLatentSpec, **kwargs: Any) -> None:
+        # The coordinator skips managers without caching each time it hashes blocks.
+        super().__init__(kv_cache_spec, **{**kwargs, "enable_caching": False})
+        self._state: SchedulerState | None = None
+        self._group = 0
+        # leading null blocks by request; without an entry there are none
+        self._num_null: dict[str, int] = {}
+
+    def bind(self, state: "SchedulerState", group: int) -> None:
+        """Use ``state``; ``group`` is the place of this group among the latent ones."""
+        self._state = state
+        self._group = group
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """All computed tokens: a prefix hit puts null blocks into the table."""
+        return num_computed_tokens
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Return what the request requires of the pool in all latent groups.
+
+        The lead answers for all: tail and, on admission, base share. It asks for more
+        blocks than there are when the host pages do not suffice, so that vLLM makes
+        the request wait or preempts.
+
+        Raises:
+            RuntimeError: no connector of this package was bound to the KV cache manager.
+
+        """
+        if self._group:
+            return 0
+        state = self._bound_state()
+        if not state.pages.fits(request_id, cdiv(num_tokens, state.page_tokens)):
+            return self.block_pool.num_gpu_blocks + 1
+        units = cdiv(num_tokens, self.block_size)
+        if state.ledger.is_running(request_id):
+            units -= len(self.req_to_blocks[request_id])
+        else:
+            units -= total_computed_tokens // self.block_size
+            if apply_admission_cap:
+                units = min(units, state.max_tail_blocks)
+            units += state.ledger.base_units
+        return units * state.ledger.num_groups if units > 0 else 0
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Start the table with one null block for each block of the prefix hit."""
+        assert not new_computed_blocks
+        assert not num_external_computed_tokens
+        super().add_local_computed_blocks(request_id, (), num_local_computed_tokens, 0)
+        self._num_null[request_id] = len(self.req_to_blocks[request_id])
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Extend the table with tail blocks; the lead claims the base share first."""
+        table = self.req_to_blocks[request_id]
+        first = len(table)
+        end = -(-num_tokens // self.block_size)
+        if not self._group:
+            state = self._bound_state()
+            if not state.ledger.is_running(request_id):
+                state.ledger.claim_share(request_id)
+            state.pages.promise(request_id, cdiv(num_tokens, state.page_tokens))
+            if end > first:
+                state.ledger.grow_tail(request_id, first, end - first)
+        if end <= first:
+            return []
+        ledger = self._bound_state().ledger
+        new_ids = [ledger.tail_block(request_id, i, self._group) for i in range(first, end)]
+        new_blocks = [self.block_pool.blocks[block] for block in new_ids]
+        table.extend(new_blocks)
+        if self._record_new_block_ids:
+            self.new_block_ids.extend(new_ids)
+        return new_blocks
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Take full blocks of processed tokens out of the tail."""
+        end = processed_computed_tokens // self.block_size
+        first = self._num_null.get(request_id, 0)
+        if end <= first or request_id not in self.req_to_blocks:
+            return
+        table = self.req_to_blocks[request_id]
+        end = min(end, len(table))
+        if not self._group:
+            self._bound_state().ledger.absorb_tail(request_id, end)
+        table[first:end] = [self._null_block] * (end - first)
+        self._num_null[request_id] = end
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """End the request, however it ends, and return its tail blocks."""
+        if not self._group:
+            state = self._bound_state()
+            state.ledger.end_request(request_id)
+            state.pages.end_request(request_id)
+        first = self._num_null.pop(request_id, 0)
+        return super().pop_blocks_for_free(request_id)[first:]
+
+    @classmethod
+    def find_longest_cache_hit(cls, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Never called: the spec is not prefix-cacheable, so the coordinator skips the group."""
+        raise NotImplementedError("indexer groups alone decide prefix hits")
+
+    def _bound_state(self) -> "SchedulerState":
+        if self._state is None:
+            raise RuntimeError(
+                "latent KV groups of DHISPARSE need the DHiSparse connector, which was not bound "
+                "to the KV cache manager"
+            )
+        return self._state
+
+
+def register_latent_spec() -> None:
+    """Make vLLM know the latent spec and its manager; repeated calls are fine.
+
+    Every process that plans or manages the KV cache has to call it.
+    """
+    # vLLM registers its own specs only into an empty registry.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        DHiSparseLatentSpec, DHiSparseManager, uniform_type_base_spec=DHiSparseLatentSpec
+    )
