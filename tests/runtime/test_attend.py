@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_dhisparse.runtime import cpu
+from vllm_dhisparse.runtime.cpu import attention
 from vllm_dhisparse.runtime.ops import data_plane
 
 IMPLEMENTATIONS = ["reference", "cpu"]
@@ -60,9 +60,9 @@ def test_attend_of_no_row_is_zero_and_unused_places_may_hold_nan(name):
 
 def test_rounds_do_not_change_a_bit(monkeypatch):
     query, rows, remap = make_case(40, 2, 8, 8, torch.float32)
-    whole = cpu.attend(query, rows, remap, 0.3, 16)
-    monkeypatch.setattr(cpu, "_ROUND_ROWS", 24)
-    assert torch.equal(whole, cpu.attend(query, rows, remap, 0.3, 16))
+    whole = attention.attend(query, rows, remap, 0.3, 16)
+    monkeypatch.setattr(attention, "_ROUND_ROWS", 24)
+    assert torch.equal(whole, attention.attend(query, rows, remap, 0.3, 16))
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
