@@ -33,6 +33,8 @@ class Layer(NamedTuple):
     is_leader: bool
 
 
+POISON = 255  # in memory that no row was written to, and in no row
+
 # Two index groups over two latent groups, so that no id is equal by chance.
 LAYERS = (Layer(0, 0, True), Layer(0, 1, False), Layer(0, 0, False), Layer(1, 1, True))
 
@@ -255,15 +257,18 @@ class Worker:
             num_threads=1,
         )
         padded = torch.full(
-            (len(LAYERS), sizes.num_blocks, UNIT_ROWS + 2, schedule.row_size), 255
+            (len(LAYERS), sizes.num_blocks, UNIT_ROWS + 2, schedule.row_size), POISON
         ).to(torch.uint8)
         self.padding, self.slabs = padded[:, :, UNIT_ROWS:], padded[:, :, :UNIT_ROWS]
-        self.staging = torch.full((staging_rows, schedule.row_size), 255, dtype=torch.uint8)
+        self.staging = torch.full((staging_rows, schedule.row_size), POISON, dtype=torch.uint8)
 
-    def run(self, step):
-        """Returns the resolutions, and the rows of each layer by query and rank."""
+    def run(self, step, observe=lambda layer, plan, rows: None):
+        """Returns the resolutions, and the rows of each layer by query and rank.
+
+        ``observe`` sees what the attention of each layer would see.
+        """
         self.ops.apply(step.commands, self.tables)
-        self.slabs[:, step.lost_blocks] = 255
+        self.slabs[:, step.lost_blocks] = POISON
         rows = self.ops.host_rows(step.slot_mapping, self.tables)
         resolutions, retrieved = {}, []
         for number, layer in enumerate(LAYERS):
@@ -288,7 +293,9 @@ class Worker:
             out = torch.zeros(step.expected.shape[1:], dtype=torch.uint8)
             for plan in resolution.plans:
                 column = self.tables.unit_blocks[:, layer.latent_group]
-                staged = self.ops.retrieve(plan, slab, column, host, self.staging)[0]
+                staged = self.ops.retrieve(plan, slab, column, host, self.staging)
+                observe(number, plan, staged)
+                staged = staged[0]
                 picked = staged[plan.remap.clamp(min=0).long()] if len(staged) else 0
                 out[plan.first : plan.last] = picked * (plan.remap >= 0)[..., None]
             retrieved.append(out)
@@ -303,6 +310,11 @@ def copy_of(resolution):
         for plan in resolution.plans
     )
     return resolution._replace(plans=plans)
+
+
+@pytest.fixture
+def layers():
+    return LAYERS
 
 
 @pytest.fixture

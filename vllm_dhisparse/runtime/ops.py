@@ -141,6 +141,7 @@ class DataPlane(Protocol):
         remap: torch.Tensor,
         scale: float,
         value_size: int,
+        scratch: Scratch | None = None,
     ) -> torch.Tensor:
         """Sparse MLA over rows by index; knows nothing of tiers.
 
@@ -150,6 +151,7 @@ class DataPlane(Protocol):
             remap: [num_tokens, top_k] int32 - ``page * page_rows + offset``, -1 = no row.
             scale: factor of the scores before the softmax.
             value_size: leading values of a row that are the value (the latent part).
+            scratch: memory for the rows of one query; without it the call allocates its own.
 
         Returns:
             [num_tokens, num_heads, value_size] in the query's dtype. A token whose

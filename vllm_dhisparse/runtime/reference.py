@@ -233,6 +233,7 @@ def attend(
     remap: torch.Tensor,
     scale: float,
     value_size: int,
+    scratch: Scratch | None = None,
 ) -> torch.Tensor:
     valid = remap >= 0
     index = remap.clamp(min=0).long()

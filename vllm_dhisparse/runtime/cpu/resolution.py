@@ -11,7 +11,7 @@ from vllm_dhisparse.runtime.plan import Phase, Plan, Queries, Resolution, Tier
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables
 
-_SPARE_ROWS = 3  # what union.list_rows may write beyond the last row
+_SPARE_ROWS = 4  # what union.list_rows may write beyond the last row
 
 
 class _Selections(NamedTuple):
@@ -85,16 +85,16 @@ class _Resolver:
         self.position_ranks = self._words("position_ranks", width, torch.int32)
         self.selected = torch.zeros(len(Phase), len(Tier), dtype=torch.int64)
         self.fetched = torch.zeros(len(Phase), dtype=torch.int64)
-        self.any_prefill = bool(queries.is_prefill.any())
+        self.all_kept = not queries.is_prefill.any()
 
     def resolve(self, staging_rows: int) -> Resolution:
         num_tokens, top_k = self.input.selected.shape
         assert staging_rows >= top_k, "staging holds less than one query's rows"
         bitmap = self._bitmap("union")
-        self.kept = self._bitmap("kept") if self.any_prefill else bitmap
+        self.kept = bitmap if self.all_kept else self._bitmap("kept")
         self._mark(0, num_tokens, bitmap)
         found = self._list("", bitmap)
-        self._let_in(found, bitmap)
+        self._let_in(found)
         remap = self.scratch.take("remap", num_tokens, top_k, dtype=torch.int32)
         if found.rows.numel() <= staging_rows:
             plans = [self._plan(0, num_tokens, found, bitmap, remap)]
@@ -148,21 +148,23 @@ class _Resolver:
         found = _Rows(*(field[:size] for field in space))
         union.look_up(
             found.rows.numpy(),
+            self.kept,
+            self.all_kept,
             self.group.slot_of_row.numpy(),
             self.group.slot_of_row.data_ptr(),
             self.tables.unit_state.numpy(),
+            self.group.age.numpy(),
             *found.numpy()[1:],
         )
         return found
 
-    def _let_in(self, found: _Rows, bitmap: NDArray[np.uint64]) -> None:
+    def _let_in(self, found: _Rows) -> None:
         rows, slot, _, missing = found.numpy()
         replacement.let_in(
             rows,
             missing,
-            bitmap,
             self.kept,
-            not self.any_prefill,
+            self.all_kept,
             slot,
             self.group.slot_of_row.numpy(),
             self.group.row_of_slot.numpy(),
@@ -200,7 +202,7 @@ class _Resolver:
             part.numpy(),
             self.selected.numpy(),
         )
-        kept, others = replacement.count_kept(rows, fetch, self.kept)
+        kept, others = replacement.count_kept(rows, fetch, self.kept, self.all_kept)
         self.fetched[Phase.GENERATION] += kept
         self.fetched[Phase.PREFILL] += others
         return Plan(first, last, found.rows, found.slot, found.fetch, part)

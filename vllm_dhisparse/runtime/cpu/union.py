@@ -8,14 +8,20 @@ time; a word lies in one page, because pages hold a multiple of 64 rows.
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_dhisparse.core.clock import MAX_AGE
 from vllm_dhisparse.runtime.cpu.native import compiled, count_bits, lowest_bit, prefetch
 
 Words = NDArray[np.uint64]
 Int32s = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
+IN_USE = np.uint8(0x80)
+"""Set in the age of a slot that the step reads, during the step."""
+
 _ONE = np.uint64(1)
 _LOW_BITS = np.uint64(63)
+_WORD_SHIFT = np.uint64(6)
+_MAX_AGE = np.uint8(MAX_AGE)
 _AHEAD = 24  # rows between the prefetch of a map entry and its use
 
 
@@ -51,23 +57,32 @@ def mark(
                 return False
             positions[:words] = 0
             for row in range(token, end):
-                limit = np.uint32(visible[row])
-                for rank in range(selected.shape[1]):
-                    position = np.uint32(selected[row, rank])
+                limit, asked = np.uint64(max(visible[row], 0)), selected[row]
+                for rank in range(asked.size):
+                    position = np.uint64(np.uint32(asked[rank]))
                     if position < limit:
-                        positions[position >> 6] |= _ONE << (np.uint64(position) & _LOW_BITS)
+                        positions[position >> _WORD_SHIFT] |= _ONE << (position & _LOW_BITS)
+            lost, block, place, left = np.uint64(0), 0, 0, 0
             for word in range(words):
+                if left == 0:
+                    page = page_of_block[block_table[request, block]]
+                    place, left, block = max(page, 0) * page_words, page_words, block + 1
                 bits = positions[word]
-                if bits:
-                    page = page_of_block[block_table[request, word // page_words]]
-                    if page < 0:
-                        return False
-                    place = page * page_words + word % page_words
-                    union[place] |= bits
-                    if not is_prefill[request]:
-                        kept[place] |= bits
+                lost |= bits if page < 0 else np.uint64(0)
+                union[place] |= bits
+                if not is_prefill[request]:
+                    kept[place] |= bits
+                place, left = place + 1, left - 1
+            if lost:
+                return False
         token = end
     return True
+
+
+@compiled
+def has(bitmap: Words, row: int) -> bool:
+    """Whether a row is in a bitmap."""
+    return bool((bitmap[row >> 6] >> (np.uint64(row) & _LOW_BITS)) & _ONE)
 
 
 @compiled
@@ -83,42 +98,55 @@ def count(union: Words) -> int:
 def list_rows(union: Words, rows: Int32s, rank_of_word: Int32s) -> None:
     """Write the rows of a bitmap in order, and the rank of the first row of each word.
 
-    ``rows`` has room for three more than there are.
+    ``rows`` has room for four more than there are.
     """
     rank = 0
     for word in range(union.size):
         bits = union[word]
         rank_of_word[word] = rank
-        if not bits:
-            continue
-        # Four at a time without asking how many there are: the branch would be a guess.
         end = rank + count_bits(bits)
-        while rank < end:
-            for step in range(4):
-                rows[rank + step] = (word << 6) + lowest_bit(bits)
-                bits &= bits - _ONE
-            rank += 4
+        # Four at a time without asking how many there are: the branch would be a guess.
+        for step in range(4):
+            rows[rank + step] = (word << 6) + lowest_bit(bits)
+            bits &= bits - _ONE
+        for place in range(rank + 4, end):
+            rows[place] = (word << 6) + lowest_bit(bits)
+            bits &= bits - _ONE
         rank = end
 
 
 @compiled
 def look_up(
     rows: Int32s,
+    kept: Words,
+    all_kept: bool,
     slot_of_row: Int32s,
     slot_of_row_address: int,
     unit_state: Bytes,
+    age: Bytes,
     slot: Int32s,
     tier: Bytes,
     missing: Bytes,
 ) -> None:
-    """Find slot and tier of each row, and which rows are at home only."""
+    """Find slot and tier of each row, and which rows are at home only.
+
+    Ages of the slots found get ``IN_USE``, those of kept rows the age of a hit too.
+    """
     for rank in range(rows.size):
         if rank + _AHEAD < rows.size:
             prefetch(slot_of_row_address + 4 * rows[rank + _AHEAD])
-        place = slot_of_row[rows[rank]]
+        row = rows[rank]
+        place = slot_of_row[row]
         slot[rank] = place
         missing[rank] = place < 0
-        tier[rank] = unit_state[place >> 6] if place >= 0 else np.uint8(0)
+        if place < 0:
+            tier[rank] = 0
+        else:
+            tier[rank] = unit_state[place >> 6]
+            if all_kept or has(kept, row):
+                age[place] = IN_USE | _MAX_AGE
+            else:
+                age[place] |= IN_USE
 
 
 @compiled
@@ -152,23 +180,28 @@ def remap(
             out[token - first : end - first] = -1
             token = end
             continue
+        block, place, left = 0, 0, 0
         for word in range(words):
-            page = page_of_block[block_table[request, word // page_words]]
-            place = page * page_words + word % page_words
-            positions[word] = union[place] if page >= 0 else np.uint64(0)
-            ranks[word] = rank_of_word[place] if page >= 0 else 0
+            if left == 0:
+                place = max(page_of_block[block_table[request, block]], 0) * page_words
+                left, block = page_words, block + 1
+            positions[word] = union[place]
+            ranks[word] = rank_of_word[place]
+            place, left = place + 1, left - 1
         for row in range(token, end):
-            limit = np.uint32(visible[row])
             packed = np.uint64(0)
-            for rank in range(selected.shape[1]):
-                position = np.uint32(selected[row, rank])
+            limit = np.uint64(max(visible[row], 0))
+            asked, answer = selected[row], out[row - first]
+            for rank in range(asked.size):
+                position = np.uint64(np.uint32(asked[rank]))
                 if position < limit:
-                    below = (_ONE << (np.uint64(position) & _LOW_BITS)) - _ONE
-                    index = ranks[position >> 6] + count_bits(positions[position >> 6] & below)
-                    out[row - first, rank] = index
+                    at = position >> _WORD_SHIFT
+                    below = (_ONE << (position & _LOW_BITS)) - _ONE
+                    index = np.uint64(ranks[at]) + np.uint64(count_bits(positions[at] & below))
+                    answer[rank] = np.int32(index)
                     packed += _ONE << (np.uint64(tier[index]) << np.uint64(4))
                 else:
-                    out[row - first, rank] = -1
+                    answer[rank] = -1
             phase = np.int64(is_prefill[request])
             for group in range(4):
                 shift = np.uint64(16 * group)
