@@ -157,9 +157,9 @@ class Schedule:
     def write(self, request, count):
         """New rows on top of the committed ones; rejected rows are written over."""
         first, last = request.committed, request.committed + count
-        rows = torch.randint(0, 256, (len(LAYERS), count, self.row_size), generator=self.random).to(
-            torch.uint8
-        )
+        rows = torch.randint(
+            0, POISON, (len(LAYERS), count, self.row_size), generator=self.random
+        ).to(torch.uint8)
         request.rows = torch.cat([request.rows[:, :first], rows], dim=1)
         self.bind(request, last)
         for index in list(request.tails):
