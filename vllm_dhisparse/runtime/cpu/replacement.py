@@ -27,17 +27,11 @@ def let_in(
     start, num_slots = hand[0], row_of_slot.size
     rank = _next(rows, missing, kept, all_kept, 0)
     rank = _fill(
-        start, num_slots, rank, rows, missing, kept, all_kept,
-        slot, slot_of_row, row_of_slot, age, unit_state,
-    )  # fmt: skip
-    rank = _fill(
-        0, start, rank, rows, missing, kept, all_kept,
-        slot, slot_of_row, row_of_slot, age, unit_state,
-    )  # fmt: skip
-
+        start, rank, rows, missing, kept, all_kept, slot, slot_of_row, row_of_slot, age, unit_state
+    )
     first, walked = start, 0
     while walked < _TURNS * num_slots and rank < rows.size:
-        last = min((first // _UNIT_ROWS + 1) * _UNIT_ROWS, num_slots)
+        last = (first // _UNIT_ROWS + 1) * _UNIT_ROWS
         walked += last - first
         if unit_state[first // _UNIT_ROWS] >= _REQUIRED:
             stop = last
@@ -63,8 +57,7 @@ def let_in(
 
 @compiled
 def _fill(
-    first: int,
-    last: int,
+    start: int,
     rank: int,
     rows: Int32s,
     missing: Bytes,
@@ -77,20 +70,22 @@ def _fill(
     unit_state: Bytes,
 ) -> int:
     """Put missing rows from ``rank`` on into empty slots; return the next without a slot."""
-    while first < last and rank < rows.size:
-        end = min((first // _UNIT_ROWS + 1) * _UNIT_ROWS, last)
+    first, walked, num_slots = start, 0, row_of_slot.size
+    while walked < num_slots and rank < rows.size:
+        last = min((first // _UNIT_ROWS + 1) * _UNIT_ROWS, first + num_slots - walked)
+        walked += last - first
         if unit_state[first // _UNIT_ROWS] >= _REQUIRED:
             empty = 0
-            for place in range(first, end):
+            for place in range(first, last):
                 empty += row_of_slot[place] < 0
-            for place in range(first, end if empty else first):
+            for place in range(first, last if empty else first):
                 if row_of_slot[place] < 0 and rank < rows.size:
                     row_of_slot[place] = rows[rank]
                     slot_of_row[rows[rank]] = place
                     slot[rank] = place
                     age[place] = IN_USE | _FRESH_AGE
                     rank = _next(rows, missing, kept, all_kept, rank + 1)
-        first = end
+        first = last % num_slots
     return rank
 
 
