@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from vllm_dhisparse.runtime import cpu
 from vllm_dhisparse.runtime.ops import data_plane
 
 IMPLEMENTATIONS = ["reference", "cpu"]
@@ -58,11 +57,16 @@ def test_attend_of_no_row_is_zero_and_unused_places_may_hold_nan(name):
     assert not out.isnan().any()
 
 
-def test_rounds_do_not_change_a_bit(monkeypatch):
-    query, rows, remap = make_case(40, 2, 8, 8, torch.float32)
-    whole = cpu.attend(query, rows, remap, 0.3, 16)
-    monkeypatch.setattr(cpu, "_ROUND_ROWS", 24)
-    assert torch.equal(whole, cpu.attend(query, rows, remap, 0.3, 16))
+def test_a_query_has_the_same_bits_alone_and_wherever_its_rows_are():
+    for dtype in (torch.float32, torch.bfloat16):
+        query, rows, remap = make_case(40, 2, 8, 8, dtype)
+        whole = data_plane("cpu").attend(query, rows, remap, 0.3, 16)
+        staged = rows.reshape(1, -1, 24).contiguous()
+        assert torch.equal(whole, data_plane("cpu").attend(query, staged, remap, 0.3, 16))
+        for token in (0, 7, 39):
+            part = slice(token, token + 1)
+            alone = data_plane("cpu").attend(query[part], rows, remap[part], 0.3, 16)
+            assert torch.equal(whole[part], alone)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Usage: bash tests/benchmarks/run.sh --json FILE [--only NAME]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+exec python tests/benchmarks/run.py "$@"

@@ -1,0 +1,152 @@
+import pytest
+import torch
+
+from vllm_dhisparse.core.commands import (
+    PageBound,
+    PageDropped,
+    StepCommands,
+    UnitAdded,
+    UnitLost,
+    UnitMoved,
+    UnitState,
+)
+from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
+
+SIZES = TableSizes(
+    num_blocks=20, num_units=4, num_pages=6, page_rows=128, latent_groups=2, index_groups=2
+)
+ADDED = UnitAdded(2, UnitState.TAIL, (11, 7))
+BOUND = PageBound(5, 3)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def ops(request):
+    return data_plane(request.param)
+
+
+def tables_after(ops, *commands):
+    tables = Tables(SIZES)
+    ops.apply(StepCommands(0, commands), tables)
+    tables.check_integrity()
+    return tables
+
+
+def write(ops, tables, count):
+    """Tokens at the start of block 3 and, in the two latent groups, of unit 2."""
+    rows = ops.host_rows(3 * 128 + torch.arange(count), tables)
+    for group, block in enumerate((11, 7)):
+        ops.enter(block * UNIT_ROWS + torch.arange(count), group, rows, tables, group)
+    tables.check_integrity()
+    return rows
+
+
+def test_commands_in_order(ops):
+    tables = tables_after(
+        ops, BOUND, PageDropped(5, 3), PageBound(5, 4), ADDED, UnitMoved(2, UnitState.OPTIONAL)
+    )
+    assert tables.page_of_block[4] == 5
+    assert tables.page_of_block[3] == -1
+    assert tables.unit_state[2] == UnitState.OPTIONAL
+    assert tables.unit_of_block[[11, 7]].tolist() == [2, 2]
+
+
+def test_rows_written_are_mapped_in_their_group(ops):
+    tables = tables_after(ops, BOUND, ADDED)
+    rows = write(ops, tables, 3)
+    assert rows.tolist() == [640, 641, 642]
+    assert tables.slot_of_row[:, 640:644].tolist() == [[128, 129, 130, -1]] * 2
+
+
+@pytest.mark.parametrize(
+    "command", [UnitLost(2), PageDropped(5, 3)], ids=lambda command: type(command).__name__
+)
+def test_a_lost_unit_or_page_leaves_no_entry_in_any_group(ops, command):
+    tables = tables_after(ops, BOUND, ADDED)
+    write(ops, tables, 60)
+    tables.age[:, 130] = 3
+    ops.apply(StepCommands(1, (command,)), tables)
+    tables.check_integrity()
+    assert (tables.slot_of_row == -1).all()
+    assert (tables.row_of_slot == -1).all()
+
+
+def test_f19_f20_a_row_written_again_replaces_the_rejected_one(ops):
+    tables = tables_after(ops, BOUND, ADDED, PageBound(0, 8))
+    write(ops, tables, 4)
+    rewritten = ops.host_rows(torch.tensor([8 * 128]), tables)
+    ops.enter(torch.tensor([11 * UNIT_ROWS + 2]), 0, rewritten, tables, 0)  # another row, its slot
+    ops.enter(torch.tensor([7 * UNIT_ROWS + 9]), 1, torch.tensor([641]), tables, 1)  # its row moves
+    tables.check_integrity()
+    assert tables.slot_of_row[0, [642, 0]].tolist() == [-1, 130]
+    assert tables.slot_of_row[1, 641] == 137
+    assert tables.row_of_slot[1, 129] == -1
+
+
+def test_written_rows_enter_fresh(ops):
+    tables = tables_after(ops, BOUND, ADDED)
+    write(ops, tables, 4)
+    tables.age[:, 128:132] = 3
+    write(ops, tables, 2)
+    assert tables.age[0, 128:132].tolist() == [0, 0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        (BOUND, PageBound(5, 4)),
+        (BOUND, PageBound(4, 3)),
+        (BOUND, PageDropped(4, 3)),
+        (PageDropped(5, 3),),
+        (ADDED, ADDED),
+        (ADDED, UnitAdded(1, UnitState.TAIL, (7, 9))),
+        (UnitAdded(1, UnitState.TAIL, (7, 7)),),
+        (UnitAdded(1, UnitState.DEAD, (7, 9)),),
+        (UnitMoved(2, UnitState.OPTIONAL),),
+        (ADDED, UnitMoved(2, UnitState.TAIL)),
+        (ADDED, UnitMoved(2, UnitState.DEAD)),
+        (UnitLost(2),),
+        (ADDED, UnitLost(2), UnitLost(2)),
+    ],
+)
+def test_impossible_commands_are_refused(ops, commands):
+    with pytest.raises(AssertionError):
+        tables_after(ops, *commands)
+
+
+@pytest.mark.parametrize("step", [3, 5, 2])
+def test_a_step_is_applied_exactly_once_and_in_order(ops, step):
+    tables = Tables(SIZES)
+    ops.apply(StepCommands(3), tables)
+    with pytest.raises(AssertionError, match="after step 3"):
+        ops.apply(StepCommands(step), tables)
+    ops.apply(StepCommands(4), tables)
+
+
+def test_padding_is_neither_addressed_nor_entered(ops):
+    tables = tables_after(ops, BOUND, ADDED)
+    rows = ops.host_rows(torch.tensor([-1, 3 * 128 + 5, -1]), tables)
+    assert rows.tolist() == [-1, 645, -1]
+    ops.enter(torch.tensor([-1, 11 * 64, -1]), 0, rows, tables, 0)
+    assert (tables.slot_of_row >= 0).sum() == 1
+    assert ops.host_rows(torch.zeros(0, dtype=torch.long), tables).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "group", "message"),
+    [
+        (11 * 64, 1, "another group"),
+        (13 * 64, 0, "outside all units"),
+        (9 * 64, 0, "outside a tail"),
+        (-1, 0, "padding"),
+    ],
+)
+def test_rows_written_in_the_wrong_place_are_refused(ops, mapping, group, message):
+    tables = tables_after(ops, BOUND, ADDED, UnitAdded(0, UnitState.OPTIONAL, (9, 10)))
+    with pytest.raises(AssertionError, match=message):
+        ops.enter(torch.tensor([mapping]), group, torch.tensor([640]), tables, 0)
+
+
+def test_a_row_without_a_page_is_not_addressed(ops):
+    with pytest.raises(AssertionError, match="host page"):
+        ops.host_rows(torch.tensor([4 * 128]), tables_after(ops, BOUND))

@@ -1,0 +1,116 @@
+"""Random schedules: every row that a query reads is the row that was written."""
+
+import pytest
+import torch
+
+IMPLEMENTATIONS = ["reference", "cpu"]
+SETTINGS = {
+    "plain": {},
+    "wide pages": {"page_rows": 128, "row_size": 5},
+    "small cache": {"units": 1, "top_k": 40},
+    "no cache": {"units": 0},
+    "much sharing": {"share": 1.0},
+}
+
+
+def run(schedule, worker, steps):
+    for _ in range(steps):
+        step = schedule.next()
+        resolutions, rows = worker.run(step)
+        worker.tables.check_integrity()
+        assert torch.equal(rows, step.expected)
+        assert (worker.padding == worker.padding[0, 0, 0, 0]).all()
+        for group, resolution in resolutions.items():
+            check(resolution, step, group, worker)
+
+
+def check(resolution, step, group, worker):
+    plans, valid = resolution.plans, step.valid[group]
+    assert [plan.first for plan in plans] == [0] + [plan.last for plan in plans[:-1]]
+    assert plans[-1].last == len(valid)
+    assert torch.equal(torch.cat([plan.remap for plan in plans]) >= 0, valid)
+    assert resolution.selected.sum() == valid.sum()
+    assert resolution.fetched.sum() == sum(int(plan.fetch.sum()) for plan in plans)
+    for plan in plans:
+        assert plan.union.numel() <= worker.staging.shape[0]
+        assert (plan.union.diff() > 0).all()
+        placed = plan.slot[plan.slot >= 0]
+        assert placed.unique().numel() == placed.numel()
+        assert (plan.slot[~plan.fetch] >= 0).all()
+        own = worker.tables.slot_of_row[group][plan.union.long()]
+        assert torch.equal(own, plan.slot)  # law 2: no row of the union was a victim
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_row_read_is_the_row_written(name, setting, schedule, worker):
+    plan = schedule(3, **SETTINGS[setting])
+    run(plan, worker(name, plan), 60)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_law_9_a_small_staging_changes_no_row(name, schedule, worker):
+    plan = schedule(5, top_k=12)
+    run(plan, worker(name, plan, staging_rows=14), 40)
+
+
+@pytest.mark.parametrize("staging_rows", [4096, 40])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_implementations_agree_on_every_integer_and_byte(setting, staging_rows, schedule, worker):
+    left, right = (schedule(11, **SETTINGS[setting]) for _ in range(2))
+    staging_rows = max(staging_rows, left.top_k)
+    first, second = worker("reference", left, staging_rows), worker("cpu", right, staging_rows)
+    for _ in range(40):
+        expected, _ = first.run(left.next())
+        got, _ = second.run(right.next())
+        for group in expected:
+            assert_equal(expected[group], got[group])
+        for name in ("page_of_block", "unit_of_block", "unit_state", "slot_of_row", "hand"):
+            assert torch.equal(getattr(first.tables, name), getattr(second.tables, name)), name
+        assert torch.equal(first.tables.row_of_slot, second.tables.row_of_slot)
+        assert torch.equal(first.tables.age, second.tables.age)
+        assert torch.equal(first.slabs, second.slabs)
+        for layer in range(4):
+            assert torch.equal(first.pool.layer(layer), second.pool.layer(layer))
+
+
+def assert_equal(expected, got):
+    assert torch.equal(expected.selected, got.selected)
+    assert torch.equal(expected.fetched, got.fetched)
+    assert len(expected.plans) == len(got.plans)
+    for left, right in zip(expected.plans, got.plans, strict=True):
+        for name in ("union", "slot", "fetch", "remap"):
+            assert torch.equal(getattr(left, name), getattr(right, name)), name
+        assert (left.first, left.last) == (right.first, right.last)
+
+
+def values(rows):
+    """Rows as a model sees them: memory that was never written is NaN."""
+    return rows.float().masked_fill_(rows == 255, float("nan"))
+
+
+@pytest.mark.parametrize("staging_rows", [4096, 30])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_law_1_attention_has_the_bits_of_a_resident_cache(
+    name, staging_rows, schedule, worker, layers
+):
+    plan = schedule(8, row_size=24, units=3)
+    hierarchy, generator = worker(name, plan, staging_rows), torch.Generator().manual_seed(1)
+    for _ in range(50):
+        step = plan.next()
+        num_tokens, top_k = step.selected[0].shape
+        query = torch.randn(len(layers), num_tokens, 2, 24, generator=generator)
+        place = torch.arange(num_tokens * top_k, dtype=torch.int32).view(num_tokens, top_k)
+
+        def observe(number, plan, rows, step=step, query=query, place=place):
+            attend, part = hierarchy.ops.attend, slice(plan.first, plan.last)
+            out = attend(query[number, part], values(rows), plan.remap, 0.02, 16)
+            valid = step.valid[layers[number].index_group]
+            resident = place.masked_fill(~valid, -1)[part]
+            expected = attend(
+                query[number, part], values(step.expected[number]), resident, 0.02, 16
+            )
+            assert torch.equal(out, expected)
+            assert not out.isnan().any()
+
+        hierarchy.run(step, observe)

@@ -1,0 +1,77 @@
+"""The commands of a step, one after the other; what an implementation adds is forgetting."""
+
+from typing import Protocol
+
+import torch
+
+from vllm_dhisparse.core.commands import (
+    Command,
+    PageBound,
+    PageDropped,
+    StepCommands,
+    UnitAdded,
+    UnitLost,
+    UnitMoved,
+    UnitState,
+)
+from vllm_dhisparse.runtime.tables import (
+    NO_BLOCK,
+    NO_PAGE,
+    NO_UNIT,
+    UNIT_ROWS,
+    Tables,
+)
+
+
+class Forget(Protocol):
+    """Clears map entries of a range in every index group."""
+
+    def __call__(self, tables: Tables, first: int, last: int) -> None:
+        """Forget slots, or host rows, ``first .. last``."""
+
+
+def apply_commands(
+    commands: StepCommands, tables: Tables, forget_slots: Forget, forget_rows: Forget
+) -> None:
+    """Apply the commands of the step after ``tables.step``, in order."""
+    assert tables.step in (-1, commands.step - 1), (
+        f"step {commands.step} applied after step {tables.step}"
+    )
+    tables.step = commands.step
+    for command in commands.commands:
+        _apply(command, tables, forget_slots, forget_rows)
+
+
+def _apply(command: Command, tables: Tables, forget_slots: Forget, forget_rows: Forget) -> None:
+    page_rows = tables.sizes.page_rows
+    match command:
+        case PageBound(page, block):
+            assert tables.block_of_page[page] == NO_BLOCK, f"page {page} is bound already"
+            assert tables.page_of_block[block] == NO_PAGE, f"block {block} has a page already"
+            tables.block_of_page[page] = block
+            tables.page_of_block[block] = page
+            forget_rows(tables, page * page_rows, (page + 1) * page_rows)
+        case PageDropped(page, block):
+            assert tables.page_of_block[block] == page, f"block {block} does not own page {page}"
+            tables.block_of_page[page] = NO_BLOCK
+            tables.page_of_block[block] = NO_PAGE
+            forget_rows(tables, page * page_rows, (page + 1) * page_rows)
+        case UnitAdded(unit, state, blocks):
+            assert tables.unit_state[unit] == UnitState.DEAD, f"unit {unit} lives already"
+            assert state != UnitState.DEAD, f"unit {unit} added dead"
+            assert len(set(blocks)) == tables.sizes.latent_groups, f"blocks {blocks} of a unit"
+            index = torch.tensor(blocks)
+            assert (tables.unit_of_block[index] == NO_UNIT).all(), f"{blocks} are in a unit"
+            tables.unit_state[unit] = state
+            tables.unit_blocks[unit] = index
+            tables.unit_of_block[index] = unit
+        case UnitMoved(unit, state):
+            assert tables.unit_state[unit] != UnitState.DEAD, f"dead unit {unit} moved"
+            assert state in (UnitState.REQUIRED, UnitState.OPTIONAL), f"unit {unit} to {state!r}"
+            tables.unit_state[unit] = state
+        case UnitLost(unit):
+            assert tables.unit_state[unit] != UnitState.DEAD, f"dead unit {unit} lost"
+            tables.unit_of_block[tables.unit_blocks[unit].long()] = NO_UNIT
+            tables.unit_blocks[unit] = NO_BLOCK
+            tables.unit_state[unit] = UnitState.DEAD
+            forget_slots(tables, unit * UNIT_ROWS, (unit + 1) * UNIT_ROWS)

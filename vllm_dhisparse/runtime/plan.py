@@ -1,0 +1,73 @@
+"""What one step asks of the row cache, and the answer."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from vllm_dhisparse.core.commands import UnitState
+
+
+class Tier(IntEnum):
+    """Where a selected row was found. ``HOST``: on no device slot; else its unit's state."""
+
+    HOST = UnitState.DEAD
+    TAIL = UnitState.TAIL
+    REQUIRED = UnitState.REQUIRED
+    OPTIONAL = UnitState.OPTIONAL
+
+
+class Phase(IntEnum):
+    """Kinds of requests that the row cache tells apart."""
+
+    GENERATION = 0  # decode and verify
+    PREFILL = 1
+
+
+class Queries(NamedTuple):
+    """Who asks in a step.
+
+    ``request_of_token``: [num_tokens] int32 - row of the block table, -1 = padding;
+    ``visible``: [num_tokens] int32 - the token may select positions below this;
+    ``block_table``: [num_requests, width] int32 - blocks of the address group;
+    ``is_prefill``: [num_requests] bool - the request's rows are read from the cache where
+    they are in it, but neither enter nor age it, so that a prompt cannot flush it.
+    """
+
+    request_of_token: torch.Tensor
+    visible: torch.Tensor
+    block_table: torch.Tensor
+    is_prefill: torch.Tensor
+
+
+class Plan(NamedTuple):
+    """How queries ``first .. last`` of the step read their rows, the same in every layer.
+
+    Tensors are views of the scratch that ``resolve`` was given and last until its next use.
+
+    ``union``: [n] int32 - distinct host rows, ascending;
+    ``slot``: [n] int32 - device place of each row, ``NO_SLOT`` = staging only;
+    ``fetch``: [n] bool - the row comes from its host row, and into its slot if it has one;
+    ``remap``: [last - first, top_k] int32 - index into ``union``, -1 = no row.
+    """
+
+    first: int
+    last: int
+    union: torch.Tensor
+    slot: torch.Tensor
+    fetch: torch.Tensor
+    remap: torch.Tensor
+
+
+class Resolution(NamedTuple):
+    """Plans of a step, which cover its queries in order, and its row counters.
+
+    ``selected``: [phases, tiers] int64 - selections, duplicates included, by the tier in
+    which the row was found before anything was fetched;
+    ``fetched``: [phases] int64 - rows copied from the host; a row that both kinds of
+    requests selected counts as generation.
+    """
+
+    plans: tuple[Plan, ...]
+    selected: torch.Tensor
+    fetched: torch.Tensor
