@@ -64,6 +64,7 @@ class _Resolver:
         index_group: int,
         scratch: Scratch,
     ) -> None:
+        assert selected.dtype == torch.int32
         assert selected.shape[1] < 2**16, "top_k above what the counters hold"
         self.input = _Selections(
             selected.numpy(),
