@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from harness import Figure, benchmark, figure, medians
@@ -10,13 +10,16 @@ from selections import steps
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitState
 from vllm_dhisparse.runtime.cpu.attention import gather
+from vllm_dhisparse.runtime.host_pool import HostPool
 from vllm_dhisparse.runtime.ops import data_plane
-from vllm_dhisparse.runtime.plan import Queries
+from vllm_dhisparse.runtime.plan import Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 
 ROW_SIZE, VALUE_SIZE, TOP_K, CONTEXT = 576, 512, 2048, 100_000
 OPS = data_plane("cpu")
+
+Item = TypeVar("Item")
 
 
 class Load(NamedTuple):
@@ -50,12 +53,12 @@ def make_load(requests: int, per_step: int, rows_per_request: int, num_steps: in
     return Load(tables, asked, selections, keys, Scratch())
 
 
-def to_and_fro(items: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def to_and_fro(items: list[Item]) -> Iterator[Item]:
     """Repeat a few steps without a jump from the last to the first."""
     return cycle(items + items[-2:0:-1])
 
 
-def resolve_next(load: Load, selected: torch.Tensor):
+def resolve_next(load: Load, selected: torch.Tensor) -> Resolution:
     return OPS.resolve(selected, load.queries, load.tables, 0, 1 << 20, load.scratch)
 
 
@@ -71,13 +74,13 @@ def resolve() -> Iterable[Figure]:
         repeats=9,
     )
     ratio = 100 * int(last.fetched.sum()) / int(last.selected.sum())
-    title = f"resolve 128 x 4 x 2048 at 100K, {ratio:.0f} % fetched, against torch.unique"
+    title = f"resolve 128 x 4 x 2048, {ratio:.0f} % fetched, against torch.unique"
     return [figure(title, own, "ms", unique)]
 
 
 @benchmark("gather")
 def gather_rows() -> Iterable[Figure]:
-    pool = torch.zeros(1, 800_000, ROW_SIZE, dtype=torch.bfloat16)
+    pool = HostPool(1, 12_500, 64, ROW_SIZE, torch.bfloat16).layer(0).view(1, 800_000, ROW_SIZE)
     out = torch.empty(8192, ROW_SIZE, dtype=torch.bfloat16)
     source = cycle(pool[0, start : start + 8192] for start in range(0, 780_000, 50_000))
     drawn = [step.flatten() for step in islice(steps(0, 4, 1, CONTEXT, TOP_K), 8)]
@@ -94,28 +97,42 @@ def gather_rows() -> Iterable[Figure]:
 
 @benchmark("retrieve")
 def resolve_and_retrieve() -> Iterable[Figure]:
-    load = make_load(requests=8, per_step=4, rows_per_request=4096, num_steps=8)
+    load = make_load(requests=4, per_step=4, rows_per_request=4096, num_steps=8)
     sizes = load.tables.sizes
-    slab = torch.zeros(sizes.num_blocks, UNIT_ROWS + 2, ROW_SIZE, dtype=torch.bfloat16)
-    host = torch.zeros(sizes.num_pages, UNIT_ROWS, ROW_SIZE, dtype=torch.bfloat16)
-    staging = torch.zeros(1 << 16, ROW_SIZE, dtype=torch.bfloat16)
-    selections = to_and_fro(load.selections)
+    # As many layers as share a selection in GLM-5.2 and later: 78 in 21 groups.
+    pool = HostPool(4, sizes.num_pages, UNIT_ROWS, ROW_SIZE, torch.bfloat16)
+    slabs = torch.ones(4, sizes.num_blocks, UNIT_ROWS + 2, ROW_SIZE, dtype=torch.bfloat16)
+    staging = torch.ones(1 << 15, ROW_SIZE, dtype=torch.bfloat16)
     column = load.tables.unit_blocks[:, 0]
 
-    def retrieve() -> None:
-        for plan in load_of_step.plans:
-            OPS.retrieve(plan, slab[:, :UNIT_ROWS], column, host, staging)
+    def retrieve(resolution: Resolution, layers: Iterable[int]) -> None:
+        for layer in layers:
+            for plan in resolution.plans:
+                slab = slabs[layer, :, :UNIT_ROWS]
+                OPS.retrieve(plan, slab, column, pool.layer(layer), staging)
 
-    def both() -> None:
-        nonlocal load_of_step
-        load_of_step = resolve_next(load, next(selections))
-        retrieve()
-
-    load_of_step = resolve_next(load, next(selections))
-    for _ in range(8):
-        both()
-    whole, alone = medians(both, retrieve, repeats=25)
-    return [figure("resolve + retrieve, 8 x 4 x 2048, against retrieve alone", whole, "ms", alone)]
+    for selected in load.selections:
+        retrieve(resolve_next(load, selected), range(4))
+    # Each with memory of its own, so that the copies alone are as cold as after resolve.
+    planned = [
+        resolve_next(load._replace(scratch=Scratch()), selected)
+        for selected in load.selections[::-1]
+    ][::-1]
+    layer, number = cycle(range(4)), len(load.selections)
+    for title, layers in (
+        ("one layer", lambda: [next(layer)]),
+        ("a group of 4 layers", lambda: range(4)),
+    ):
+        selections, plans = to_and_fro(load.selections), to_and_fro(planned)
+        whole, alone = medians(
+            lambda layers=layers, selections=selections: retrieve(
+                resolve_next(load, next(selections)), layers()
+            ),
+            lambda layers=layers, plans=plans: retrieve(next(plans), layers()),
+            repeats=6 * (number - 1),
+        )
+        name = f"resolve + retrieve, 4 x 4 x 2048, {title}, against retrieve"
+        yield figure(name, whole, "ms", alone)
 
 
 @benchmark("attend")

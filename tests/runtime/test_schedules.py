@@ -3,6 +3,12 @@
 import pytest
 import torch
 
+from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitState
+from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.plan import Queries
+from vllm_dhisparse.runtime.scratch import Scratch
+from vllm_dhisparse.runtime.tables import Tables, TableSizes
+
 IMPLEMENTATIONS = ["reference", "cpu"]
 SETTINGS = {
     "plain": {},
@@ -82,6 +88,41 @@ def assert_equal(expected, got):
         for name in ("union", "slot", "fetch", "remap"):
             assert torch.equal(getattr(left, name), getattr(right, name)), name
         assert (left.first, left.last) == (right.first, right.last)
+
+
+@pytest.mark.parametrize("staging_rows", [1 << 20, 3000])
+def test_f07_implementations_agree_at_the_size_of_a_real_step(staging_rows):
+    """Six requests of 5,000 tokens in shuffled pages of 128 rows, one of them in prefill."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = TableSizes(
+        num_blocks=400, num_units=60, num_pages=240, page_rows=128, latent_groups=1, index_groups=1
+    )
+    pages = torch.randperm(240, generator=generator).tolist()
+    bound = tuple(PageBound(page, block) for block, page in enumerate(pages))
+    states = (UnitState.REQUIRED, UnitState.OPTIONAL)
+    added = tuple(UnitAdded(unit, states[unit % 2], (240 + unit,)) for unit in range(60))
+    worlds = [(data_plane(name), Tables(sizes), Scratch()) for name in IMPLEMENTATIONS]
+    for ops, tables, _ in worlds:
+        ops.apply(StepCommands(0, bound + added), tables)
+    owner = torch.tensor([0, 1, 2, 3, 4, *[5] * 12], dtype=torch.int32).repeat_interleave(3)
+    queries = Queries(
+        owner,
+        torch.randint(4900, 5001, owner.shape, generator=generator).int(),
+        torch.arange(240, dtype=torch.int32).view(6, 40),
+        torch.arange(6) == 5,
+    )
+    for _ in range(4):
+        selected = (torch.rand(len(owner), 700, generator=generator) ** 2 * 5050).int()
+        expected, got = (
+            ops.resolve(selected, queries, tables, 0, staging_rows, scratch)
+            for ops, tables, scratch in worlds
+        )
+        assert_equal(expected, got)
+        tables, others = worlds[0][1], worlds[1][1]
+        tables.check_integrity()
+        assert torch.equal(tables.row_of_slot, others.row_of_slot)
+        assert torch.equal(tables.age, others.age)
+        assert torch.equal(tables.hand, others.hand)
 
 
 def values(rows):

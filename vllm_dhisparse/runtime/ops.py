@@ -96,7 +96,8 @@ class DataPlane(Protocol):
         Rows of the step are never victims. Missing rows take slots in ascending order as
         long as there are any, as ``core.clock.sweep`` chooses them; then rows found in the
         cache are hit. The step is one plan unless its union is larger than staging; then
-        every plan takes as many of the following queries as fit.
+        every plan takes as many of the following queries as fit, and a row without a slot is
+        fetched by every plan that reads it.
 
         Args:
             selected: [num_tokens, top_k] int32 - positions in the token's request. Negative

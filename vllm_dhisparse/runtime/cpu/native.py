@@ -15,7 +15,12 @@ _BYTE_POINTER = ir.PointerType(ir.IntType(8))
 
 
 def compiled(function: Function) -> Function:
-    """Compile to machine code that runs without the GIL, kept on disk between processes."""
+    """Compile to machine code that runs without the GIL, kept on disk between processes.
+
+    The copy on disk is dropped when the function's own file changes, but not when a file
+    does that it calls into: after an edit here or of ``union.has`` delete ``__pycache__``.
+    Take arrays out of a tuple before a loop; inside, each access counts references.
+    """
     return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
 
 

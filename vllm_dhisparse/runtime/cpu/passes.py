@@ -1,13 +1,9 @@
 """Serving a union larger than staging in passes over the queries."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_dhisparse.runtime.cpu.native import compiled
-
-Words = NDArray[np.uint64]
-Int32s = NDArray[np.int32]
-Bytes = NDArray[np.uint8]
+from vllm_dhisparse.runtime.cpu.state import Asked, Bytes, Found, Int32s, Words
 
 _ONE = np.uint64(1)
 _LOW_BITS = np.uint64(63)
@@ -15,27 +11,19 @@ _LOW_BITS = np.uint64(63)
 
 @compiled
 def split(
-    selected: Int32s,
-    request_of_token: Int32s,
-    visible: Int32s,
-    block_table: Int32s,
-    page_of_block: Int32s,
-    page_rows: int,
-    staging_rows: int,
-    union: Words,
-    last_of_pass: Int32s,
-    rows_of_pass: Int32s,
+    asked: Asked, staging_rows: int, union: Words, last_of_pass: Int32s, rows_of_pass: Int32s
 ) -> int:
     """Cut the tokens before each one whose rows no longer fit; return the number of passes.
 
     ``union`` is scratch.
     """
-    passes, rows, token = 0, 0, 0
+    selected, block_table, page_of_block = asked.selected, asked.block_table, asked.page_of_block
+    passes, rows, token, page_rows = 0, 0, 0, asked.page_rows
     union[:] = 0
     while token < selected.shape[0]:
         before = rows
-        request = request_of_token[token]
-        limit = visible[token] if request >= 0 else 0
+        request = asked.request_of_token[token]
+        limit = asked.visible[token] if request >= 0 else 0
         for rank in range(selected.shape[1]):
             position = selected[token, rank]
             if 0 <= position < limit:
@@ -56,26 +44,19 @@ def split(
 
 
 @compiled
-def pick(
-    rows: Int32s,
-    all_rows: Int32s,
-    all_slot: Int32s,
-    all_tier: Bytes,
-    pending: Bytes,
-    slot: Int32s,
-    tier: Bytes,
-    fetch: Bytes,
-) -> None:
-    """Look up the rows of one pass among those of the step; both ascend.
+def pick(part: Found, step: Found, pending: Bytes) -> None:
+    """Look up the rows of one pass among those of the step.
 
     A row with a slot is fetched by the first pass that reads it and pending no more.
     """
+    rows, slot, tier, fetch = part
+    all_rows, all_slots, all_tiers, _ = step
     place = 0
     for rank in range(rows.size):
         while all_rows[place] != rows[rank]:
             place += 1
-        slot[rank] = all_slot[place]
-        tier[rank] = all_tier[place]
+        slot[rank] = all_slots[place]
+        tier[rank] = all_tiers[place]
         fetch[rank] = pending[place]
         if slot[rank] >= 0:
             pending[place] = 0

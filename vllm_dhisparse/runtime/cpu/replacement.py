@@ -3,7 +3,8 @@
 from vllm_dhisparse.core.clock import FRESH_AGE, MAX_AGE
 from vllm_dhisparse.core.commands import UnitState
 from vllm_dhisparse.runtime.cpu.native import compiled
-from vllm_dhisparse.runtime.cpu.union import IN_USE, Bytes, Int32s, Words, has
+from vllm_dhisparse.runtime.cpu.state import IN_USE, Bytes, Cache, Found, Int32s, Kept
+from vllm_dhisparse.runtime.cpu.union import has
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 _FRESH_AGE, _TURNS, _REQUIRED = FRESH_AGE, MAX_AGE + 1, int(UnitState.REQUIRED)
@@ -11,25 +12,13 @@ _UNIT_ROWS = UNIT_ROWS
 
 
 @compiled
-def let_in(
-    rows: Int32s,
-    missing: Bytes,
-    kept: Words,
-    all_kept: bool,
-    slot: Int32s,
-    slot_of_row: Int32s,
-    row_of_slot: Int32s,
-    age: Bytes,
-    hand: Int32s,
-    unit_state: Bytes,
-) -> None:
+def let_in(found: Found, kept: Kept, cache: Cache) -> None:
     """Give slots to missing rows that are kept, in order; slots in use are never taken."""
-    start, num_slots = hand[0], row_of_slot.size
-    rank = _next(rows, missing, kept, all_kept, 0)
-    rank = _fill(
-        start, rank, rows, missing, kept, all_kept, slot, slot_of_row, row_of_slot, age, unit_state
-    )
-    first, walked = start, 0
+    rows, slot, _, fetch = found
+    slot_of_row, row_of_slot, age = cache.slot_of_row, cache.row_of_slot, cache.age
+    hand, unit_state, num_slots = cache.hand, cache.unit_state, row_of_slot.size
+    first, walked = hand[0], 0
+    rank = _fill_empty(_next(0, rows, fetch, kept), found, kept, cache)
     while walked < _TURNS * num_slots and rank < rows.size:
         last = (first // _UNIT_ROWS + 1) * _UNIT_ROWS
         walked += last - first
@@ -43,7 +32,7 @@ def let_in(
                     slot[rank] = place
                     age[place] = IN_USE | _FRESH_AGE
                     hand[0] = (place + 1) % num_slots
-                    rank = _next(rows, missing, kept, all_kept, rank + 1)
+                    rank = _next(rank + 1, rows, fetch, kept)
                     if rank == rows.size:
                         stop = place
                         break
@@ -56,21 +45,12 @@ def let_in(
 
 
 @compiled
-def _fill(
-    start: int,
-    rank: int,
-    rows: Int32s,
-    missing: Bytes,
-    kept: Words,
-    all_kept: bool,
-    slot: Int32s,
-    slot_of_row: Int32s,
-    row_of_slot: Int32s,
-    age: Bytes,
-    unit_state: Bytes,
-) -> int:
-    """Put missing rows from ``rank`` on into empty slots; return the next without a slot."""
-    first, walked, num_slots = start, 0, row_of_slot.size
+def _fill_empty(rank: int, found: Found, kept: Kept, cache: Cache) -> int:
+    """Put rows from ``rank`` on into empty slots; return the next row without a slot."""
+    rows, slot, _, fetch = found
+    slot_of_row, row_of_slot, age = cache.slot_of_row, cache.row_of_slot, cache.age
+    unit_state, num_slots = cache.unit_state, row_of_slot.size
+    first, walked = cache.hand[0], 0
     while walked < num_slots and rank < rows.size:
         last = min((first // _UNIT_ROWS + 1) * _UNIT_ROWS, first + num_slots - walked)
         walked += last - first
@@ -84,28 +64,29 @@ def _fill(
                     slot_of_row[rows[rank]] = place
                     slot[rank] = place
                     age[place] = IN_USE | _FRESH_AGE
-                    rank = _next(rows, missing, kept, all_kept, rank + 1)
+                    rank = _next(rank + 1, rows, fetch, kept)
         first = last % num_slots
     return rank
 
 
 @compiled
-def _next(rows: Int32s, missing: Bytes, kept: Words, all_kept: bool, rank: int) -> int:
+def _next(rank: int, rows: Int32s, fetch: Bytes, kept: Kept) -> int:
     """Return the first rank from ``rank`` on whose row is missing and kept."""
-    while rank < rows.size and not (missing[rank] and (all_kept or has(kept, rows[rank]))):
+    while rank < rows.size and not (fetch[rank] and (kept.all or has(kept.rows, rows[rank]))):
         rank += 1
     return rank
 
 
 @compiled
-def count_kept(rows: Int32s, chosen: Bytes, kept: Words, all_kept: bool) -> tuple[int, int]:
-    """Return how many of the chosen rows are kept, and how many are not."""
+def count_fetches(found: Found, kept: Kept) -> tuple[int, int]:
+    """Return how many of the fetched rows are kept, and how many are not."""
+    rows, _, _, fetch = found
     total, inside = 0, 0
-    for index in range(rows.size):
-        total += chosen[index]
-    if all_kept:
+    for rank in range(rows.size):
+        total += fetch[rank]
+    if kept.all:
         return total, 0
-    for index in range(rows.size):
-        if chosen[index]:
-            inside += has(kept, rows[index])
+    for rank in range(rows.size):
+        if fetch[rank]:
+            inside += has(kept.rows, rows[rank])
     return inside, total - inside
