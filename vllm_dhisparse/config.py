@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-RESIDENCIES = ("resident",)
-PLANNED_RESIDENCIES = ("fixed", "adaptive")
+RESIDENCIES = ("resident", "fixed")
+PLANNED_RESIDENCIES = ("adaptive",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,27 @@ class DHiSparseConfig:
     Attributes:
         residency: where the latent KV history lives. ``resident``: all of it on the
             device, in vLLM's own blocks (the exactness oracle and a baseline).
+            ``fixed``: in host memory, with a constant number of rows on the device for
+            each running request (the HiSparse baseline).
+        host_pool_gib: host memory for the history, of the whole engine. Default: half of
+            the available memory, at most what ``max_num_seqs`` requests of
+            ``max_model_len`` tokens need.
+        fixed_rows_per_request: rows on the device per running request under ``fixed``,
+            rounded up to whole units of 64. Default: 2 x index_topk.
+        staging_rows: rows of one layer that a step can read at once, at least index_topk;
+            larger unions are served in passes. Default: 2 x max_num_seqs x index_topk.
+        huge_pages: whether the host pool asks for 2 MiB pages.
 
     Raises:
         ValueError: a value is out of its range; the message names the setting.
 
     """
 
-    residency: str = "resident"
+    residency: str = "fixed"
+    host_pool_gib: float | None = None
+    fixed_rows_per_request: int | None = None
+    staging_rows: int | None = None
+    huge_pages: bool = True
 
     def __post_init__(self) -> None:
         if self.residency in PLANNED_RESIDENCIES:
@@ -35,6 +49,11 @@ class DHiSparseConfig:
                 f"dhisparse.residency must be one of: {', '.join(RESIDENCIES)}; "
                 f"got {self.residency!r}"
             )
+        _require_number("host_pool_gib", self.host_pool_gib, (int, float), above=0)
+        _require_number("fixed_rows_per_request", self.fixed_rows_per_request, (int,), above=-1)
+        _require_number("staging_rows", self.staging_rows, (int,), above=0)
+        if not isinstance(self.huge_pages, bool):
+            raise ValueError(f"dhisparse.huge_pages must be true or false; got {self.huge_pages!r}")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> "DHiSparseConfig":
@@ -50,8 +69,17 @@ class DHiSparseConfig:
         for key in settings:
             if key not in known:
                 close = get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = f"; did you mean {close[0]!r}?" if close else "."
                 raise ValueError(
                     f"unknown setting dhisparse.{key}{hint} Known settings: {', '.join(known)}"
                 )
         return cls(**settings)
+
+
+def _require_number(name: str, value: Any, types: tuple[type, ...], above: int) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, types) and not isinstance(value, bool)
+    if not is_number or float(value) <= above:
+        kind = "a number" if float in types else "a whole number"
+        raise ValueError(f"dhisparse.{name} must be {kind} above {above}; got {value!r}")

@@ -59,4 +59,11 @@ RESIDENCY_BYTES = Metric(
     (("residency_class", RESIDENCY_CLASSES),),
 )
 
-METRICS = (SELECTED_ROWS, FETCHED_ROWS, TRANSFER_BYTES, RESIDENCY_BYTES)
+HOST_POOL_PAGES = Metric(
+    "host_pool_pages",
+    "gauge",
+    "Host pages: held by running requests, idle (history that a prefix hit may use), free.",
+    (("state", ("held", "idle", "free")),),
+)
+
+METRICS = (SELECTED_ROWS, FETCHED_ROWS, TRANSFER_BYTES, RESIDENCY_BYTES, HOST_POOL_PAGES)

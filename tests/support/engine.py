@@ -58,6 +58,12 @@ def model_of(llm: LLM) -> Any:
     return worker.worker.model_runner.get_model()
 
 
+def worker_layers(llm: LLM) -> list[Any]:
+    """All layers of the only worker that own a part of the KV cache."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return list(worker.vllm_config.compilation_config.static_forward_context.values())
+
+
 def all_blocks_free(llm: LLM) -> bool:
     """Whether the pool holds every block but vLLM's null block."""
     pool = scheduler(llm).kv_cache_manager.block_pool

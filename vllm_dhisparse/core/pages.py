@@ -51,6 +51,11 @@ class PageAllocator:
         """Pages that only a prefix hit could still claim."""
         return len(self._idle)
 
+    @property
+    def num_held(self) -> int:
+        """Pages of running requests."""
+        return len(self._holders)
+
     def room(self) -> int:
         """Pages that a request may need in this step: free or evictable, not promised."""
         ended_in_use = sum(map(self._source.is_referenced, self._ended))

@@ -1,6 +1,7 @@
 """The DHISPARSE attention backend: sparse MLA over rows, wherever they live."""
 
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -11,12 +12,25 @@ from vllm.v1.attention.backend import (
     MLAAttentionImpl,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_dhisparse.integration.connector import DHiSparseConnector
+from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata, DHiSparseMetadataBuilder
 from vllm_dhisparse.integration.names import BACKEND, KV_CACHE_DTYPES, LATENT_BLOCK_TOKENS
+from vllm_dhisparse.integration.worker_state import LatentLayer
 from vllm_dhisparse.runtime.ops import data_plane
+
+
+class LatentPlan(NamedTuple):
+    """What the latent layers' spec needs beyond vLLM's.
+
+    ``page_size_padded``: bytes of a page, None = no padding; ``base_units``: required
+    units of a running request.
+    """
+
+    page_size_padded: int | None
+    base_units: int
 
 
 class DHiSparseBackend(AttentionBackend):
@@ -25,6 +39,7 @@ class DHiSparseBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
     forward_includes_kv_cache_update = False
+    latent: ClassVar["LatentPlan | None"] = None
 
     @staticmethod
     def get_name() -> str:
@@ -49,6 +64,21 @@ class DHiSparseBackend(AttentionBackend):
         return [MultipleOf(LATENT_BLOCK_TOKENS)]
 
     @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Return the spec of latent layers under ``latent``, or vLLM's own when resident."""
+        if cls.latent is None:
+            return spec
+        return DHiSparseLatentSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            max_tp_shards=spec.max_tp_shards,
+            page_size_padded=cls.latent.page_size_padded,
+            base_units_per_request=cls.latent.base_units,
+        )
+
+    @classmethod
     def is_mla(cls) -> bool:
         """Return True."""
         return True
@@ -57,6 +87,15 @@ class DHiSparseBackend(AttentionBackend):
     def is_sparse(cls) -> bool:
         """Return True."""
         return True
+
+
+@cache
+def planned_backend(latent: LatentPlan) -> type[DHiSparseBackend]:
+    """Return the backend with ``latent`` as its plan.
+
+    vLLM asks the class for the spec, without any configuration at hand.
+    """
+    return type("DHiSparseBackend", (DHiSparseBackend,), {"latent": latent})
 
 
 class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer):
@@ -93,6 +132,8 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         self.is_leader = indexer is not None
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
         self.ops = data_plane("cpu")
+        self.place: LatentLayer | None = None
+        """Set by the worker once the hierarchy stands; None under residency `resident`."""
 
     def record_logical_topk_ready(self) -> None:
         """Do nothing: on CPU the selection is complete when the indexer returns."""
@@ -125,6 +166,17 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         slots = slots[real]
         block_size = kv_cache.shape[1]
         kv_cache[slots // block_size, slots % block_size] = rows.to(kv_cache.dtype)
+        if self.place is not None:
+            self._publish(rows.to(kv_cache.dtype), slots, self.place)
+
+    def _publish(self, rows: torch.Tensor, slots: torch.Tensor, place: LatentLayer) -> None:
+        """Write the step's rows through to their home, and enter them in the map."""
+        state = worker_connector().worker_state
+        host_rows = state.address_metadata().host_rows
+        assert host_rows is not None
+        self.ops.publish(rows, host_rows, place.host)
+        if self.is_leader:
+            self.ops.enter(slots, place.latent_group, host_rows, state.tables, place.index_group)
 
     def forward_mqa(
         self,
@@ -148,13 +200,59 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         assert self.topk_indices_buffer is not None
         selected = self.topk_indices_buffer[: query.shape[0]]
-        if self.is_leader:
-            worker_connector().count_selected(selected, attn_metadata.token_phase)
-        remap = attn_metadata.physical_rows(selected)
-        out = self.ops.attend(
-            query, kv_c_and_k_pe_cache, remap, self.scale, value_size=self.kv_lora_rank
-        )
+        if self.place is None:
+            out = self._attend_resident(query, kv_c_and_k_pe_cache, selected, attn_metadata)
+        else:
+            out = self._attend_hierarchy(query, kv_c_and_k_pe_cache, selected, self.place)
         return out, None
+
+    def _attend_resident(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        selected: torch.Tensor,
+        metadata: DHiSparseMetadata,
+    ) -> torch.Tensor:
+        if self.is_leader:
+            worker_connector().count_resident(selected, metadata)
+        remap = metadata.physical_rows(selected)
+        return self.ops.attend(query, kv_cache, remap, self.scale, self.kv_lora_rank)
+
+    def _attend_hierarchy(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        selected: torch.Tensor,
+        place: LatentLayer,
+    ) -> torch.Tensor:
+        connector = worker_connector()
+        state = connector.worker_state
+        if self.is_leader:
+            address = state.address_metadata()
+            state.resolution = self.ops.resolve(
+                selected,
+                address.queries(),
+                state.tables,
+                place.index_group,
+                state.staging_rows,
+                state.scratch,
+            )
+            connector.count_resolution(state.resolution, address, place)
+        assert state.resolution is not None
+        out = query.new_empty(*query.shape[:2], self.kv_lora_rank)
+        for plan in state.resolution.plans:
+            rows = self.ops.retrieve(
+                plan,
+                kv_cache,
+                state.tables.unit_blocks[:, place.latent_group],
+                place.host,
+                state.staging,
+            )
+            part = slice(plan.first, plan.last)
+            out[part] = self.ops.attend(
+                query[part], rows, plan.remap, self.scale, self.kv_lora_rank, state.scratch
+            )
+        return out
 
 
 def worker_connector() -> DHiSparseConnector:

@@ -4,6 +4,7 @@ vLLM builds one instance in the engine and one in each worker. It loads and save
 nothing by itself; the hooks about transfers are empty.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from vllm_dhisparse.core.commands import StepCommands
+from vllm_dhisparse.integration.geometry import geometry
+from vllm_dhisparse.integration.host_budget import HOST_PAGES
+from vllm_dhisparse.integration.metadata import DHiSparseMetadata
+from vllm_dhisparse.integration.refusals import dhisparse_config
 from vllm_dhisparse.integration.residency import residency_bytes
+from vllm_dhisparse.integration.scheduler_state import SchedulerState
 from vllm_dhisparse.integration.stats import DHiSparsePromMetrics, DHiSparseStats
-from vllm_dhisparse.metrics import PHASES, RESIDENCY_BYTES, SELECTED_ROWS
+from vllm_dhisparse.integration.worker_state import LatentLayer, WorkerState
+from vllm_dhisparse.metrics import (
+    FETCHED_ROWS,
+    HOST_POOL_PAGES,
+    RESIDENCY_BYTES,
+    SELECTED_ROWS,
+    TRANSFER_BYTES,
+)
+from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.plan import Phase, Resolution, Tier
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
@@ -28,8 +44,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@dataclass(frozen=True)
 class StepMetadata(KVConnectorMetadata):
-    """What one step tells the workers. Residency ``resident`` has nothing to say."""
+    """What one step tells the workers; residency ``resident`` has no commands."""
+
+    commands: StepCommands | None
 
 
 class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
@@ -41,7 +60,16 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._stats = DHiSparseStats()
         # Latent rows are the same on every tensor-parallel rank, so one rank counts them.
-        self._counts = role is KVConnectorRole.WORKER and get_tensor_model_parallel_rank() == 0
+        self._counts_rows = role is KVConnectorRole.WORKER and get_tensor_model_parallel_rank() == 0
+        self._config = dhisparse_config(vllm_config)
+        self._scheduler_state: SchedulerState | None = None
+        self._worker_state: WorkerState | None = None
+
+    @property
+    def _num_pages(self) -> int:
+        """Host pages. One page belongs to one indexer block, so more than blocks are idle."""
+        pages = self._kv_transfer_config.kv_connector_extra_config[HOST_PAGES]
+        return int(min(pages, self._kv_cache_config.num_blocks - 1))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -50,21 +78,76 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker
 
-    def count_selected(self, selected: torch.Tensor, token_phase: torch.Tensor) -> None:
-        """Count one index group's selection.
+    @property
+    def worker_state(self) -> WorkerState:
+        """Host pool, tables and staging; not under residency ``resident``."""
+        assert self._worker_state is not None
+        return self._worker_state
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Build the worker's part of the hierarchy, now that its cache stands."""
+        if self._config.residency == "resident":
+            return
+        self._worker_state = WorkerState(
+            self._vllm_config,
+            self._config,
+            geometry(self._vllm_config, self._config),
+            self._kv_cache_config,
+            self._num_pages,
+            data_plane("cpu"),
+        )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Apply the step's commands. vLLM calls this once a step, before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if connector_metadata.commands is not None:
+            self.worker_state.apply(connector_metadata.commands)
+
+    def shutdown(self) -> None:
+        """Let go of host memory."""
+        if self._worker_state is not None:
+            self._worker_state.close()
+
+    def count_resident(self, selected: torch.Tensor, metadata: DHiSparseMetadata) -> None:
+        """Count one index group's selection where all rows are in vLLM's own blocks.
 
         Args:
             selected: [num_tokens, index_topk] int32, -1 = unused place.
-            token_phase: [num_tokens] int64 - index into `metrics.PHASES`.
+            metadata: the batch.
 
         """
-        if not self._counts:
-            return
         rows = (selected >= 0).sum(dim=1)
-        per_phase = torch.bincount(token_phase, weights=rows, minlength=len(PHASES))
-        for phase, amount in zip(PHASES, per_phase.tolist(), strict=True):
-            if amount:
-                self._stats.add(SELECTED_ROWS.key("tail", phase), int(amount))
+        is_prefill = metadata.is_prefill[metadata.token_request]
+        counts = torch.zeros(len(Phase), len(Tier), dtype=torch.int64)
+        counts[Phase.PREFILL, Tier.TAIL] = rows[is_prefill].sum()
+        counts[Phase.GENERATION, Tier.TAIL] = rows[~is_prefill].sum()
+        self._count_rows(counts, torch.zeros(len(Phase), dtype=torch.int64), metadata)
+
+    def count_resolution(
+        self, resolution: Resolution, metadata: DHiSparseMetadata, place: LatentLayer
+    ) -> None:
+        """Count one index group's step: rows by tier, and the bytes all its layers move."""
+        self._count_rows(resolution.selected, resolution.fetched, metadata)
+        layer_bytes = place.followers * self.worker_state.sizes.row_bytes
+        moved = {
+            "host_to_device": int(resolution.fetched.sum()) * layer_bytes,
+            "device_to_host": metadata.num_actual_tokens * layer_bytes,
+        }
+        for direction, amount in moved.items():
+            self._stats.add(TRANSFER_BYTES.key(direction), amount)
+
+    def _count_rows(
+        self, selected: torch.Tensor, fetched: torch.Tensor, metadata: DHiSparseMetadata
+    ) -> None:
+        if not self._counts_rows:
+            return
+        generation = "verify" if metadata.verifies else "decode"
+        for phase in Phase:
+            name = "prefill" if phase is Phase.PREFILL else generation
+            for tier, amount in zip(Tier, selected[phase].tolist(), strict=True):
+                self._stats.add(SELECTED_ROWS.key(tier.name.lower(), name), amount)
+            self._stats.add(FETCHED_ROWS.key(name), int(fetched[phase]))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to load."""
@@ -82,20 +165,40 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Build the scheduler's part of the hierarchy."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._config.residency != "resident":
+            self._scheduler_state = SchedulerState(
+                kv_cache_manager,
+                self._num_pages,
+                "fixed",
+                self._vllm_config.max_in_flight_tokens,
+                self._vllm_config.num_lookahead_tokens,
+            )
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return no tokens: history comes back through vLLM's own prefix cache."""
+        if self._scheduler_state is not None:
+            self._scheduler_state.on_new_request(request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Nothing to note."""
+        """Note the blocks of an admitted request."""
+        if self._scheduler_state is not None:
+            self._scheduler_state.on_admitted(request, blocks)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Return this step's message to the workers."""
-        return StepMetadata()
+        state = self._scheduler_state
+        if state is None:
+            return StepMetadata(None)
+        state.bind_scheduled(scheduler_output)
+        return StepMetadata(state.take_commands())
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -122,8 +225,16 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         return report
 
     def _levels(self, manager: "KVCacheManager") -> dict[str, float]:
-        sizes = residency_bytes(manager, self._kv_cache_config)
-        return {RESIDENCY_BYTES.key(use): float(size) for use, size in sizes.items()}
+        state = self._scheduler_state
+        levels = None if state is None else state.ledger.levels()
+        sizes = residency_bytes(manager, self._kv_cache_config, levels)
+        gauges = {RESIDENCY_BYTES.key(use): float(size) for use, size in sizes.items()}
+        if state is not None:
+            held, free = state.pages.num_held, state.pages.num_free
+            gauges[HOST_POOL_PAGES.key("held")] = held
+            gauges[HOST_POOL_PAGES.key("free")] = free
+            gauges[HOST_POOL_PAGES.key("idle")] = state.pages.num_pages - held - free
+        return gauges
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> DHiSparseStats:

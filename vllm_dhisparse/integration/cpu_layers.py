@@ -2,14 +2,30 @@
 
 from typing import Any
 
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 
+from vllm_dhisparse.integration.attention import (
+    DHiSparseBackend,
+    LatentPlan,
+    planned_backend,
+)
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
 from vllm_dhisparse.integration.cpu_indexer import CpuIndexer, CpuIndexerCache
+from vllm_dhisparse.integration.geometry import geometry
+from vllm_dhisparse.integration.refusals import dhisparse_config
 
 _LAYER = "MultiHeadLatentAttentionWrapper"
+
+
+def backend_for(vllm_config: VllmConfig) -> type[DHiSparseBackend]:
+    """Return the backend whose latent spec fits the engine's residency."""
+    config = dhisparse_config(vllm_config)
+    if config.residency == "resident":
+        return DHiSparseBackend
+    sizes = geometry(vllm_config, config)
+    return planned_backend(LatentPlan(sizes.plan.page_size_padded, sizes.fixed_units))
 
 
 class DHiSparseMLAWrapper(MultiHeadLatentAttentionWrapper):
@@ -17,13 +33,16 @@ class DHiSparseMLAWrapper(MultiHeadLatentAttentionWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         modules = next(x for x in (*args, *kwargs.values()) if isinstance(x, MLAModules))
-        chosen = is_dhisparse(get_current_vllm_config().attention_config.backend)
+        vllm_config = get_current_vllm_config()
+        chosen = is_dhisparse(vllm_config.attention_config.backend) and modules.is_sparse
         if chosen and modules.indexer is not None:
             # The model has built the indexer and its parameters already carry their names
             # in the checkpoint, so the module must stay; only its methods change.
             modules.indexer.__class__ = CpuIndexer
             modules.indexer.k_cache.__class__ = CpuIndexerCache
         super().__init__(*args, **kwargs)
+        if chosen:
+            self.mla_attn.attn_backend = backend_for(vllm_config)
 
 
 def register_layers() -> None:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_dhisparse.metrics import PHASES
+from vllm_dhisparse.runtime.plan import Queries
 
 
 @dataclass
@@ -25,7 +25,10 @@ class DHiSparseMetadata(AttentionMetadata):
         slot_mapping: [num_actual_tokens] int64 - ``block * block_size + offset``.
         token_request: [num_actual_tokens] int64 - row of ``block_table``.
         token_position: [num_actual_tokens] int64 - position in its request.
-        token_phase: [num_actual_tokens] int64 - index into `metrics.PHASES`.
+        is_prefill: [num_reqs] bool - the request is still in its prompt.
+        verifies: whether any other request brings draft tokens.
+        host_rows: [num_actual_tokens] int64 - where the new rows live; of the address group
+            only, set by the first layer of the step.
 
     """
 
@@ -40,12 +43,23 @@ class DHiSparseMetadata(AttentionMetadata):
     block_size: int
     token_request: torch.Tensor
     token_position: torch.Tensor
-    token_phase: torch.Tensor
+    is_prefill: torch.Tensor
+    verifies: bool
     # What vLLM's MLA layer reads to split a batch.
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int = 0
     prefill: None = None
+    host_rows: torch.Tensor | None = None
+
+    def queries(self) -> Queries:
+        """Return who asks, as the row cache wants to know it."""
+        return Queries(
+            request_of_token=self.token_request.to(torch.int32),
+            visible=(self.token_position + 1).to(torch.int32),
+            block_table=self.block_table,
+            is_prefill=self.is_prefill,
+        )
 
     def physical_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Return where positions lie: ``block * block_size + offset``, -1 where there is none.
@@ -86,6 +100,8 @@ class DHiSparseMetadataBuilder(AttentionMetadataBuilder[DHiSparseMetadata]):
         lengths = starts.diff()
         seq_lens = common.seq_lens[:num_reqs].long()
         token_request = torch.repeat_interleave(torch.arange(num_reqs), lengths)
+        assert common.is_prefilling is not None
+        is_prefill = common.is_prefilling[:num_reqs].cpu()
         first_position = seq_lens - lengths - starts[:-1]
         return DHiSparseMetadata(
             num_reqs=num_reqs,
@@ -99,15 +115,8 @@ class DHiSparseMetadataBuilder(AttentionMetadataBuilder[DHiSparseMetadata]):
             block_size=self.block_size,
             token_request=token_request,
             token_position=first_position[token_request] + torch.arange(len(token_request)),
-            token_phase=self._phases(common, lengths)[token_request],
+            is_prefill=is_prefill,
+            verifies=bool((lengths[~is_prefill] > 1).any()),
             num_decodes=num_reqs,
             num_decode_tokens=num_tokens,
         )
-
-    @staticmethod
-    def _phases(common: CommonAttentionMetadata, lengths: torch.Tensor) -> torch.Tensor:
-        """Return [num_reqs] int64: a request past its prompt decodes, or verifies drafts."""
-        assert common.is_prefilling is not None
-        phases = torch.where(lengths > 1, PHASES.index("verify"), PHASES.index("decode"))
-        phases[common.is_prefilling[: len(lengths)].cpu()] = PHASES.index("prefill")
-        return phases

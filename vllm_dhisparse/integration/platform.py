@@ -4,6 +4,7 @@ Nothing changes for configurations that do not choose DHISPARSE. vLLM loads this
 module while it builds its own configuration classes, hence the late imports.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -47,10 +48,7 @@ class DHiSparseCpuPlatform(CpuPlatform):
         """
         from vllm.config import CompilationMode
 
-        from vllm_dhisparse.integration.connector_registration import (
-            names_our_connector,
-            transfer_config,
-        )
+        from vllm_dhisparse.integration.connector_registration import names_our_connector
 
         chosen = is_dhisparse(vllm_config.attention_config.backend)
         if not chosen and not names_our_connector(vllm_config.kv_transfer_config):
@@ -60,7 +58,6 @@ class DHiSparseCpuPlatform(CpuPlatform):
             if reason := unsupported_reason():
                 raise ValueError(reason)
             refuse_unsupported(vllm_config)
-            dhisparse_config(vllm_config)
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         # Stock vLLM's CPU kernels for dense MLA need blocks of 16 tokens and whole
         # prompts. Ours do not, so these settings stay as the user (or vLLM) chose them.
@@ -82,6 +79,44 @@ class DHiSparseCpuPlatform(CpuPlatform):
             *(op for op in compilation.custom_ops if op[1:] != "rotary_embedding"),
             "-rotary_embedding",
         ]
+        if chosen and vllm_config.model_config is not None:
+            cls._choose_residency(vllm_config)
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Replace vLLM's Triton kernels by C++ ones, also where numba is loaded already.
+
+        vLLM looks through the attributes of all loaded modules, and one object of llvmlite
+        takes every attribute name for that of a native function.
+        """
+        hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+        try:
+            super().register_triton_kernel_overrides()
+        finally:
+            if hidden is not None:
+                sys.modules["llvmlite.binding.ffi"] = hidden
+
+    @staticmethod
+    def _choose_residency(vllm_config: "VllmConfig") -> None:
+        """Check the settings and add the connector, with what all processes must agree on."""
+        from vllm_dhisparse.integration.connector_registration import transfer_config
+        from vllm_dhisparse.integration.geometry import geometry, staging_rows
+        from vllm_dhisparse.integration.host_budget import HOST_PAGES, host_pages
+
+        config = dhisparse_config(vllm_config)
         if vllm_config.kv_transfer_config is None:
             vllm_config.kv_transfer_config = transfer_config()
-            logger.info("DHISPARSE: residency %s", dhisparse_config(vllm_config).residency)
+        if config.residency == "resident":
+            logger.info("DHISPARSE: residency resident, all history on the device")
+            return
+        sizes = geometry(vllm_config, config)
+        staging_rows(vllm_config, config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if HOST_PAGES not in extra:  # memory is looked at once, not again for a copy
+            extra[HOST_PAGES] = host_pages(vllm_config, config, sizes)
+        logger.info(
+            "DHISPARSE: residency %s, %.2f GiB of host memory for the history of %d tokens",
+            config.residency,
+            extra[HOST_PAGES] * sizes.page_bytes / 2**30,
+            extra[HOST_PAGES] * sizes.plan.indexer_block_tokens,
+        )

@@ -49,7 +49,9 @@ def _register() -> None:
 
     from vllm_dhisparse.integration.connector_registration import register_connector
     from vllm_dhisparse.integration.cpu_layers import register_layers
+    from vllm_dhisparse.integration.manager import register_latent_spec
 
     register_backend(_BACKEND)
     register_connector()
     register_layers()
+    register_latent_spec()

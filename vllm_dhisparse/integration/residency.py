@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from vllm_dhisparse.core.ledger import LedgerLevels
+from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.metrics import RESIDENCY_CLASSES
 
 if TYPE_CHECKING:
@@ -12,21 +14,38 @@ if TYPE_CHECKING:
 _INDEXER_LAYER = ".indexer."
 
 
-def residency_bytes(manager: "KVCacheManager", config: "KVCacheConfig") -> dict[str, int]:
+def residency_bytes(
+    manager: "KVCacheManager", config: "KVCacheConfig", units: LedgerLevels | None
+) -> dict[str, int]:
     """Return bytes by residency class; they sum to the capacity without vLLM's null block.
 
-    A block belongs to one KV group at a time. Where a group holds latent and indexer
-    layers, its blocks are divided by the size of their pages.
+    Args:
+        manager: vLLM's.
+        config: the scheduler's plan of the cache.
+        units: the ledger's levels; None under residency ``resident``, where a block of a
+            group with latent and indexer layers is divided by the size of their pages.
+
     """
     bytes_per_block = config.kv_cache_tensors[0].size // config.num_blocks
     usage = Counter(dict.fromkeys(RESIDENCY_CLASSES, 0))
-    in_use = _blocks_in_use(manager, config)
-    for group, blocks in zip(config.kv_cache_groups, in_use, strict=True):
-        share = _indexer_share(group, config)
-        indexer = round(blocks * bytes_per_block * share)
-        usage["indexer"] += indexer
-        usage["tail"] += blocks * bytes_per_block - indexer
-    usage["free"] = (config.num_blocks - 1) * bytes_per_block - usage.total()
+    if units is None:
+        for group, blocks in zip(
+            config.kv_cache_groups, _blocks_in_use(manager, config), strict=True
+        ):
+            indexer = round(blocks * bytes_per_block * _indexer_share(group, config))
+            usage["indexer"] += indexer
+            usage["tail"] += blocks * bytes_per_block - indexer
+        usage["free"] = (config.num_blocks - 1) * bytes_per_block - usage.total()
+        return dict(usage)
+    latent_groups = sum(
+        isinstance(g.kv_cache_spec, DHiSparseLatentSpec) for g in config.kv_cache_groups
+    )
+    unit_bytes = latent_groups * bytes_per_block
+    usage["tail"] = units.tail_units * unit_bytes
+    usage["required"] = units.required_units * unit_bytes
+    usage["optional"] = units.optional_units * unit_bytes
+    usage["free"] = units.free_blocks * bytes_per_block - usage["optional"]
+    usage["indexer"] = (config.num_blocks - 1) * bytes_per_block - usage.total()
     return dict(usage)
 
 
