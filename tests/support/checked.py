@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from engine import running, scheduler, worker_layers
+from engine import kv_caches, running, scheduler
 from vllm import LLM
 
 from vllm_dhisparse.integration import attention, connector, worker_state
@@ -52,16 +53,12 @@ def checked(
         if name in options:
             settings[name] = options.pop(name)
     with running(model, additional_config={"dhisparse": settings}, **options) as llm:
-        for layer in worker_layers(llm):
-            layer.kv_cache.fill_(float("nan"))
+        for cache in kv_caches(llm):
+            cache.fill_(float("nan"))
         yield llm
         state = scheduler(llm).connector._scheduler_state
-        state.bind_scheduled(_NOTHING)
+        state.bind_scheduled(SimpleNamespace(num_scheduled_tokens={}))  # an idle step
         state.check_integrity()
         assert state.pages.num_held == 0
         assert state.ledger.levels()[1:] == (0, 0, 0)
         assert plane.rows_compared > 0
-
-
-class _NOTHING:
-    num_scheduled_tokens: dict[str, int] = {}

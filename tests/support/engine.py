@@ -58,10 +58,11 @@ def model_of(llm: LLM) -> Any:
     return worker.worker.model_runner.get_model()
 
 
-def worker_layers(llm: LLM) -> list[Any]:
-    """All layers of the only worker that own a part of the KV cache."""
+def kv_caches(llm: LLM) -> list[Any]:
+    """The KV cache tensors of all layers of the only worker."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    return list(worker.vllm_config.compilation_config.static_forward_context.values())
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
 
 
 def all_blocks_free(llm: LLM) -> bool:
