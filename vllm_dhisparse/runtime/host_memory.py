@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 HUGE_PAGE_BYTES = 2 << 20
-SMALL_PAGE_BYTES = 4096
+SMALL_PAGE_BYTES = mmap.PAGESIZE
 _HUGEPAGE, _NOHUGEPAGE, _POPULATE_WRITE = 14, 15, 23  # advice of madvise(2)
 
 _libc = ctypes.CDLL(None, use_errno=True)
