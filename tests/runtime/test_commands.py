@@ -83,6 +83,21 @@ def test_f19_f20_a_row_written_again_replaces_the_rejected_one(ops):
     assert tables.row_of_slot[1, 129] == -1
 
 
+def test_f18_accepting_across_a_page_boundary(ops):
+    tables = tables_after(ops, BOUND, PageBound(1, 8), ADDED)
+    host = torch.zeros(6, 128, 1, dtype=torch.uint8)
+    for first, rows in ((126, [1, 2, 3, 4]), (129, [5])):  # three of four are accepted
+        position = torch.arange(first, first + len(rows))
+        blocks = torch.tensor([3, 8])[position // 128]
+        written = ops.host_rows(blocks * 128 + position % 128, tables)
+        ops.publish(torch.tensor(rows, dtype=torch.uint8)[:, None], written, host)
+        ops.enter(11 * UNIT_ROWS + position - 126, 0, written, tables, 0)
+        tables.check_integrity()
+    assert host[5, 126:, 0].tolist() == [1, 2]
+    assert host[1, :2, 0].tolist() == [3, 5]
+    assert tables.slot_of_row[0, [766, 767, 128, 129]].tolist() == [128, 129, 130, 131]
+
+
 def test_written_rows_enter_fresh(ops):
     tables = tables_after(ops, BOUND, ADDED)
     write(ops, tables, 4)

@@ -3,8 +3,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vllm_dhisparse.runtime import host_pool
-from vllm_dhisparse.runtime.host_pool import HUGE_PAGE_BYTES, HostPool, NoPinner
+from vllm_dhisparse.runtime import host_memory
+from vllm_dhisparse.runtime.host_memory import HUGE_PAGE_BYTES
+from vllm_dhisparse.runtime.host_pool import HostPool, NoPinner
 
 
 class RecordingPinner:
@@ -93,7 +94,7 @@ def test_too_much_memory_is_a_clear_error():
 
 
 def test_populates_without_the_advice(monkeypatch):
-    monkeypatch.setattr(host_pool, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(host_memory, "_POPULATE_WRITE", 9999)
     pool = make_pool()
     assert (pool.layer(1) == 0).all()
 

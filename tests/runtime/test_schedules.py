@@ -1,4 +1,8 @@
-"""Random schedules: every row that a query reads is the row that was written."""
+"""Random schedules: every row that a query reads is the row that was written.
+
+Rejected rows (F19, F20), shared prefixes, reused pages and units (F29), rows of the same
+step (F21), padding (F10) and stale selections (F02) are in all of them.
+"""
 
 import pytest
 import torch

@@ -4,25 +4,23 @@ One anonymous mapping, layer after layer, each layer on a 2 MiB boundary. It is 
 in chunks of at most 64 GiB, because one registration of 512 GiB or more always fails.
 """
 
-import ctypes
-import mmap
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from math import gcd
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-HUGE_PAGE_BYTES = 2 << 20
-MAX_CHUNK_BYTES = 64 << 30
-_SMALL_PAGE_BYTES = 4096
-_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 14, 15, 23
-_POISON = 0xFF  # NaN in every float format
+from vllm_dhisparse.runtime.host_memory import (
+    HUGE_PAGE_BYTES,
+    SMALL_PAGE_BYTES,
+    map_memory,
+    populate,
+    round_up,
+)
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+MAX_CHUNK_BYTES = 64 << 30
+_POISON = 0xFF  # NaN in every float format
 
 
 class Pinner(Protocol):
@@ -86,11 +84,11 @@ class HostPool:
         self.num_layers = num_layers
         self.num_pages = num_pages
         self.page_bytes = page_rows * row_size * dtype.itemsize
-        self.layer_bytes = _round_up(num_pages * self.page_bytes, HUGE_PAGE_BYTES)
+        self.layer_bytes = round_up(num_pages * self.page_bytes, HUGE_PAGE_BYTES)
         self._pinner = pinner or NoPinner()
         self._pinned: list[Chunk] = []
-        memory = _map(num_layers * self.layer_bytes)
-        _populate(memory, huge_pages, num_threads or min(32, os.cpu_count() or 1))
+        memory = map_memory(num_layers * self.layer_bytes)
+        populate(memory, huge_pages, num_threads or min(32, os.cpu_count() or 1))
         if poisoned:
             memory.fill(_POISON)
         self._layers = [
@@ -143,55 +141,11 @@ class HostPool:
 
     def _plan_chunks(self, max_chunk_bytes: int) -> Iterator[Chunk]:
         # Registrations must not share a page of the operating system.
-        step = _SMALL_PAGE_BYTES // gcd(self.page_bytes, _SMALL_PAGE_BYTES)
+        step = SMALL_PAGE_BYTES // gcd(self.page_bytes, SMALL_PAGE_BYTES)
         chunk_pages = max(step, max_chunk_bytes // self.page_bytes // step * step)
         for index, layer in enumerate(self._layers):
             for first in range(0, self.num_pages, chunk_pages):
                 pages = min(chunk_pages, self.num_pages - first)
                 address = layer.data_ptr() + first * self.page_bytes
-                num_bytes = _round_up(pages * self.page_bytes, _SMALL_PAGE_BYTES)
+                num_bytes = round_up(pages * self.page_bytes, SMALL_PAGE_BYTES)
                 yield Chunk(index, first, pages, address, num_bytes)
-
-
-def _map(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    if num_bytes == 0:
-        return np.empty(0, dtype=np.uint8)
-    try:
-        mapping = mmap.mmap(
-            -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-    except OSError as error:
-        raise _no_memory(num_bytes) from error
-    memory = np.frombuffer(mapping, dtype=np.uint8)
-    start = -memory.ctypes.data % HUGE_PAGE_BYTES
-    return memory[start : start + num_bytes]
-
-
-def _populate(
-    memory: np.ndarray[tuple[int], np.dtype[np.uint8]], huge_pages: bool, num_threads: int
-) -> None:
-    if memory.size == 0:
-        return
-    address = memory.ctypes.data
-    _libc.madvise(address, memory.size, _MADV_HUGEPAGE if huge_pages else _MADV_NOHUGEPAGE)
-    share = _round_up(-(-memory.size // num_threads), HUGE_PAGE_BYTES)
-
-    def touch(start: int) -> None:
-        part = memory[start : start + share]
-        if _libc.madvise(address + start, part.size, _MADV_POPULATE_WRITE) == 0:
-            return
-        if ctypes.get_errno() in (12, 14):  # ENOMEM, EFAULT
-            raise _no_memory(memory.size)
-        part[::_SMALL_PAGE_BYTES] = 0  # kernels before 5.14 do not know the advice
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(touch, range(0, memory.size, share)))
-
-
-def _no_memory(num_bytes: int) -> MemoryError:
-    gib = num_bytes / 2**30
-    return MemoryError(f"no {gib:.1f} GiB of host memory for the KV history; lower host_pool_gib")
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -11,6 +11,7 @@ import torch
 
 from vllm_dhisparse.core.clock import MAX_AGE
 from vllm_dhisparse.core.commands import UnitState
+from vllm_dhisparse.runtime.host_memory import advise_huge_pages
 
 UNIT_ROWS = 64
 NO_SLOT = -1
@@ -82,7 +83,10 @@ class Tables:
                 raise ValueError(f"{count} {name} do not fit in int32; lower host_pool_gib")
 
         def table(*shape: int, value: int = -1, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=device)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            if tensor.device.type == "cpu":
+                advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+            return tensor.fill_(value)
 
         groups = sizes.index_groups
         self.sizes = sizes

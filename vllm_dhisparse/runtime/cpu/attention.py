@@ -23,22 +23,23 @@ def attend(
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
     num_tokens, num_heads, row_size = query.shape
+    top_k = remap.shape[1]
     assert rows.dtype == query.dtype
     assert rows.stride(2) == 1
     out = query.new_empty(num_tokens, num_heads, value_size)
     scratch = scratch or Scratch()
-    picked = scratch.take(f"picked {rows.dtype}", remap.shape[1], row_size, dtype=rows.dtype)
-    values = picked[:, :value_size]
-    for token in range(num_tokens):
-        index = remap[token]
+    picked = scratch.take(f"picked {rows.dtype}", top_k, row_size, dtype=rows.dtype)
+    keys, values = picked.T, picked[:, :value_size]
+    for asked, index, answer in zip(query, remap, out, strict=True):
         num_missing = gather(rows, index, picked)
-        if num_missing == index.numel():
-            out[token] = 0
+        if num_missing == top_k:
+            answer.zero_()
             continue
-        scores = torch.mm(query[token], picked.T).float().mul_(scale)
+        scores = torch.mm(asked, keys).float().mul_(scale)
         if num_missing:
             scores.masked_fill_(index < 0, float("-inf"))
-        torch.mm(torch.softmax(scores, dim=-1).to(query.dtype), values, out=out[token])
+        weights = torch.softmax(scores, dim=-1)
+        torch.mm(weights.to(query.dtype), values, out=answer)
     return out
 
 

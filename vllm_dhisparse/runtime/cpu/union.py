@@ -16,7 +16,7 @@ _ONE = np.uint64(1)
 _LOW_BITS = np.uint64(63)
 _WORD_SHIFT = np.uint64(6)
 _MAX_AGE = np.uint8(MAX_AGE)
-_AHEAD = 24  # rows between the prefetch of a map entry and its use
+_AHEAD = 192  # rows between the prefetch of a map entry and its use
 
 
 @compiled
