@@ -116,18 +116,19 @@ def test_idle_pages_are_evicted_in_queue_order_when_pages_run_out():
 
 def test_an_idle_page_in_use_by_a_request_of_the_step_is_not_evicted():
     source, pages, _ = make_pages(num_pages=3)
-    blocks = start(source, pages, "a", 3)
+    first, second, third = blocks = start(source, pages, "a", 3)
     source.cached.update(blocks)
     end(source, pages, "a", blocks)
-    # A hit with a gap: the middle page is gone, so only the leading block is held.
-    source.evict_prefix([blocks[1]])
-    source.pin([blocks[0], blocks[2]])
-    pages.expect_hit("b", [blocks[0], blocks[2]])
-    other = source.take(1)
-    pages.hold("b", [blocks[0], *other, blocks[2]])
-    pages.bind("b", [*other, blocks[2]])
-    assert pages.page_of(blocks[2]) is not None
-    assert pages.page_of(blocks[1]) is None
+    page = pages.page_of(third)
+    # A hit with a gap: the middle block of the prefix is a new one of this step, so only
+    # the leading block is held before the step is complete.
+    source.pin([first, third])
+    pages.expect_hit("b", [first, third])
+    (other,) = source.take(1)
+    pages.hold("b", [first, other, third])
+    pages.bind("b", [other, third])
+    assert pages.page_of(third) == page, "its rows are in this page"
+    assert pages.page_of(second) is None
     pages.check_integrity()
 
 
