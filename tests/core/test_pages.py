@@ -152,6 +152,29 @@ def test_a_preemption_makes_room_in_the_same_step():
     assert pages.fits("a", len(first) + 1)
 
 
+def test_a_request_preempted_after_its_admission_in_the_same_step_takes_its_promise_along():
+    source, pages, _ = make_pages(num_pages=4)
+    (shared,) = start(source, pages, "a", 1)
+    source.cached.add(shared)
+    end(source, pages, "a", [shared])
+    tables = {}
+    for request_id in "bc":  # both hit the idle page, and "c" relies on "b" to keep it
+        pages.expect_hit(request_id, [shared])
+        assert pages.fits(request_id, 2)
+        source.pin([shared])
+        tables[request_id] = [shared, *source.take(1)]
+        pages.promise(request_id, 2)
+        pages.hold(request_id, tables[request_id])
+    assert pages.room() == 1
+    pages.end_request("b")
+    source.release(tables["b"])
+    assert pages.room() == 2
+    pages.bind("c", tables["c"][1:])
+    pages.end_step()
+    assert pages.room() == 2
+    pages.check_integrity()
+
+
 def test_room_is_not_lost_by_requests_that_never_run():
     _, pages, _ = make_pages()
     pages.expect_hit("a", [])
