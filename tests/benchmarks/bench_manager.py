@@ -103,11 +103,6 @@ def measure(num_groups, num_requests, context_tokens, num_steps):
     stock_spec = MLAAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
     )
-    stock = kv_cache_manager(num_groups, num_blocks, stock_spec)
-    requests = fill(stock, None, num_requests, context_tokens)
-    baseline = median(
-        microseconds(lambda: decode_step(stock, None, requests, 0)) for _ in range(num_steps)
-    )
     spec = DHiSparseLatentSpec(
         block_size=BLOCK_TOKENS,
         num_kv_heads=1,
@@ -116,15 +111,22 @@ def measure(num_groups, num_requests, context_tokens, num_steps):
         base_units_per_request=BASE_UNITS,
     )
     head_reserve_blocks = CHUNK_TOKENS // BLOCK_TOKENS * num_groups + CHUNK_TOKENS // PAGE_TOKENS
+    stock = kv_cache_manager(num_groups, num_blocks, stock_spec)
+    stock_requests = fill(stock, None, num_requests, context_tokens)
     kv = kv_cache_manager(num_groups, num_blocks, spec)
     num_pages = 2 * num_requests * (context_tokens // PAGE_TOKENS + 8)
     state = SchedulerState(kv, num_pages, "adaptive", 2 * CHUNK_TOKENS, DRAFT_TOKENS)
     requests = fill(kv, state, num_requests, context_tokens)
     state.take_commands()
-    ours = median(
-        microseconds(lambda: decode_step(kv, state, requests, head_reserve_blocks))
+    # In turn, so that both see the same noise.
+    pairs = [
+        (
+            microseconds(lambda: decode_step(kv, state, requests, head_reserve_blocks)),
+            microseconds(lambda: decode_step(stock, None, stock_requests, 0)),
+        )
         for _ in range(num_steps)
-    )
+    ]
+    ours, baseline = (median(column) for column in zip(*pairs, strict=True))
     results = [result(name, ours, baseline)]
     parts = {
         "refill reserve": lambda: state.ledger.refill_reserve(head_reserve_blocks),

@@ -116,18 +116,19 @@ def test_idle_pages_are_evicted_in_queue_order_when_pages_run_out():
 
 def test_an_idle_page_in_use_by_a_request_of_the_step_is_not_evicted():
     source, pages, _ = make_pages(num_pages=3)
-    blocks = start(source, pages, "a", 3)
+    first, second, third = blocks = start(source, pages, "a", 3)
     source.cached.update(blocks)
     end(source, pages, "a", blocks)
-    # A hit with a gap: the middle page is gone, so only the leading block is held.
-    source.evict_prefix([blocks[1]])
-    source.pin([blocks[0], blocks[2]])
-    pages.expect_hit("b", [blocks[0], blocks[2]])
-    other = source.take(1)
-    pages.hold("b", [blocks[0], *other, blocks[2]])
-    pages.bind("b", [*other, blocks[2]])
-    assert pages.page_of(blocks[2]) is not None
-    assert pages.page_of(blocks[1]) is None
+    page = pages.page_of(third)
+    # A hit with a gap: the middle block of the prefix is a new one of this step, so only
+    # the leading block is held before the step is complete.
+    source.pin([first, third])
+    pages.expect_hit("b", [first, third])
+    (other,) = source.take(1)
+    pages.hold("b", [first, other, third])
+    pages.bind("b", [other, third])
+    assert pages.page_of(third) == page, "its rows are in this page"
+    assert pages.page_of(second) is None
     pages.check_integrity()
 
 
@@ -149,6 +150,29 @@ def test_a_preemption_makes_room_in_the_same_step():
     assert not pages.fits("a", len(first) + 1), "still referenced"
     source.release(second)
     assert pages.fits("a", len(first) + 1)
+
+
+def test_a_request_preempted_after_its_admission_in_the_same_step_takes_its_promise_along():
+    source, pages, _ = make_pages(num_pages=4)
+    (shared,) = start(source, pages, "a", 1)
+    source.cached.add(shared)
+    end(source, pages, "a", [shared])
+    tables = {}
+    for request_id in "bc":  # both hit the idle page, and "c" relies on "b" to keep it
+        pages.expect_hit(request_id, [shared])
+        assert pages.fits(request_id, 2)
+        source.pin([shared])
+        tables[request_id] = [shared, *source.take(1)]
+        pages.promise(request_id, 2)
+        pages.hold(request_id, tables[request_id])
+    assert pages.room() == 1
+    pages.end_request("b")
+    source.release(tables["b"])
+    assert pages.room() == 2
+    pages.bind("c", tables["c"][1:])
+    pages.end_step()
+    assert pages.room() == 2
+    pages.check_integrity()
 
 
 def test_room_is_not_lost_by_requests_that_never_run():

@@ -324,6 +324,8 @@ class World:
 
     def check(self):
         self.state.check_integrity(b.block_id for _, blocks in self.deferred for b in blocks)
+        tails = self.state.ledger._tails.values()
+        assert all(len(tail) <= self.state.max_tail_blocks for tail in tails)
         if not self.setup.defers_frees:
             idle = self.state.pages._idle
             queue = [b.block_id for b in self.pool.free_block_queue.get_all_free_blocks()]

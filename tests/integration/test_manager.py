@@ -249,3 +249,23 @@ def test_a_request_that_is_refused_and_aborted_leaves_nothing():
     kv.free(request)
     state.check_integrity()
     assert state.pages.room() == 1
+
+
+@pytest.mark.parametrize("reserve", [0, 48])
+def test_inside_the_reserve_optional_units_cost_no_prefix_hit(reserve):
+    kv, state = start(Setup(num_groups=4, num_drafts=0, num_blocks=120, base_units=0))
+    for request_id in "abcd":
+        request = make_request(request_id, [ord(request_id), *range(130)])
+        admit(kv, state, request)
+        kv.free(request)
+    while state.ledger.adopt(100, head_reserve_blocks=0):
+        pass
+    state.ledger.refill_reserve(reserve)
+    taken = kv.block_pool.get_new_blocks(48)
+    hits = [
+        kv.get_computed_blocks(make_request("e", [ord(request_id), *range(140)]))[1]
+        for request_id in "abcd"
+    ]
+    assert hits == ([128] * 4 if reserve else [0] * 4)
+    kv.block_pool.free_blocks(taken)
+    state.check_integrity()

@@ -279,13 +279,12 @@ class Ledger:
             self._retire(unit)
         self._source.release(blocks)
 
-    def _make_readable(self, units: Iterable[int]) -> None:
+    def _make_readable(self, units: Sequence[int]) -> None:
         for unit in units:
-            blocks = self._blocks[unit]
             self._optional[unit] = None
-            for block in blocks:
+            for block in self._blocks[unit]:
                 self._optional_of_block[block] = unit
-            self._source.release_readable(blocks)
+        self._source.release_readable(self._blocks_of(units))
 
     def _allocate(self, num_units: int, state: UnitState) -> list[int]:
         # Numbers come after the blocks: units lost by this very allocation return theirs.
