@@ -81,9 +81,10 @@ def total(samples: list[tuple[str, dict[str, str], float]], name: str, **labels:
     )
 
 
-def decoded(samples: list[tuple[str, dict[str, str], float]], name: str) -> int:
+def decoded(samples: list[tuple[str, dict[str, str], float]], name: str, **labels: str) -> int:
     """Return a row counter over decode and verify, which the fetch ratio is about."""
-    return int(sum(total(samples, name, phase=phase) for phase in ("decode", "verify")))
+    phases = ("decode", "verify")
+    return int(sum(total(samples, name, phase=phase, **labels) for phase in phases))
 
 
 async def ask(port: int, count: int, target: str | None = None) -> None:
@@ -119,7 +120,13 @@ async def ask(port: int, count: int, target: str | None = None) -> None:
         if name.startswith("vllm:dhisparse_") and value:
             shown = {k: v for k, v in labels.items() if k not in ("engine", "model_name")}
             print(f"  {name} {shown} {value:,.0f}")
-    print(f"fetch ratio {report['fetch_ratio']} of {selected:,} rows selected while decoding")
+    places = ", ".join(
+        f"{decoded(samples, 'vllm:dhisparse_selected_rows_total', tier=tier):,} {tier}"
+        for tier in ("tail", "required", "optional", "host")
+    )
+    print(f"\nwhile decoding, residency {residency}:")
+    print(f"  {selected:,} rows selected, found in: {places}")
+    print(f"  {fetched:,} rows fetched from host memory; fetch ratio {report['fetch_ratio']}")
     if target:
         Path(target).write_text(json.dumps(report, indent=2) + "\n")
 

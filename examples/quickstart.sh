@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # From nothing to a served DSA model with DHISPARSE on a machine without a GPU.
 #
-#   bash examples/quickstart.sh [--port N] [--requests N] [--json FILE]
+#   bash examples/quickstart.sh [--residency fixed|resident] [--port N] [--requests N] [--json FILE]
 #
 # Makes a virtual environment ($VENV, default .venv), builds a tiny model, starts
-# `vllm serve`, sends concurrent long prompts, prints answers, speed and metrics.
+# `vllm serve` with a device pool about half as large as the history of its requests,
+# sends concurrent long prompts, prints answers, speed and metrics.
 set -euo pipefail
-usage() { sed -n '2,7s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,8s/^# \{0,1\}//p' "$0"; }
 option() { # name value
     [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
     echo "$2"
 }
 
-port= requests=8 json=
+port= requests=8 json= residency=fixed
 while [ $# -gt 0 ]; do
     case $1 in
+    --residency) residency=$(option "$@") ;;
     --port) port=$(option "$@") ;;
     --requests) requests=$(option "$@") ;;
     --json) json=$(realpath -m "$(option "$@")") ;;
@@ -54,10 +56,11 @@ python examples/make_tiny_dsa.py "$work/model"
 
 port=$(python examples/quickstart.py port $port)
 echo "[3/4] vllm serve --attention-backend DHISPARSE on port $port (log: $work/server.log)"
-export VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 PROMETHEUS_DISABLE_CREATED_SERIES=true
+export HF_HUB_OFFLINE=1 PROMETHEUS_DISABLE_CREATED_SERIES=true
 # A process group of its own, so that the server and all its children can be stopped.
 setsid vllm serve "$work/model" --served-model-name tiny-dsa --port "$port" --host 127.0.0.1 \
-    --attention-backend DHISPARSE --max-model-len 16384 --max-num-seqs 16 \
+    --attention-backend DHISPARSE --additional-config "{\"dhisparse\": {\"residency\": \"$residency\"}}" \
+    --dtype float32 --max-model-len 8192 --max-num-seqs 16 --kv-cache-memory-bytes 96M \
     >"$work/server.log" 2>&1 &
 server=$!
 python examples/quickstart.py wait "$port" "$server" || {

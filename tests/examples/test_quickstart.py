@@ -41,6 +41,9 @@ def test_it_serves_reports_and_stops(tmp_path):
     # 2 leaders, 63 tokens fed back per request, top 64 of a long context
     assert report["selected_rows"] == 2 * 2 * 63 * 64
     assert report["output_tokens"] == 2 * 64
+    assert report["residency"] == "fixed"
+    assert 0 < report["fetched_rows"] < report["selected_rows"]
+    assert report["fetch_ratio"] == round(report["fetched_rows"] / report["selected_rows"], 4)
     assert report["output_tokens_per_s"] > 0
     assert set(report) == {
         "residency",
@@ -53,7 +56,7 @@ def test_it_serves_reports_and_stops(tmp_path):
         "preemptions",
         "outputs_sha256",
     }
-    assert "vllm:dhisparse_selected_rows_total" in output
+    assert "rows fetched from host memory; fetch ratio" in output
     assert not servers()
 
 

@@ -26,10 +26,11 @@ def host_pages(vllm_config: "VllmConfig", config: DHiSparseConfig, sizes: Geomet
 
     """
     page_tokens = sizes.plan.indexer_block_tokens
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
     max_len = vllm_config.model_config.max_model_len
     if config.host_pool_gib is None:
-        budget = available_bytes() // 2
+        budget = available_bytes() // 2 // max(parallel.data_parallel_size_local, 1)
     else:
         budget = int(config.host_pool_gib * 2**30)
     pages = budget // (sizes.page_bytes * ranks)

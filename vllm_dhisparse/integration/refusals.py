@@ -6,6 +6,7 @@ from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.integration.names import (
     ARCHITECTURES,
     CONNECTOR,
+    DRAFTS_WITHOUT_CACHE,
     KV_CACHE_DTYPES,
     LATENT_BLOCK_TOKENS,
 )
@@ -22,7 +23,12 @@ def dhisparse_config(vllm_config: "VllmConfig") -> DHiSparseConfig:
 
 def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     """Raise one ValueError that lists everything in ``vllm_config`` that cannot work."""
-    reasons = [*_model(vllm_config), *_memory(vllm_config), *_parallelism(vllm_config)]
+    reasons = [
+        *_model(vllm_config),
+        *_memory(vllm_config),
+        *_parallelism(vllm_config),
+        *_speculation(vllm_config),
+    ]
     if reasons:
         raise ValueError(
             "--attention-backend DHISPARSE cannot run with this configuration:"
@@ -87,4 +93,14 @@ def _parallelism(vllm_config: "VllmConfig") -> list[str]:
         f"{option} {size} is not supported; set it to 1"
         for option, size in sizes.items()
         if size > 1
+    ]
+
+
+def _speculation(vllm_config: "VllmConfig") -> list[str]:
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method in DRAFTS_WITHOUT_CACHE:
+        return []
+    return [
+        f"speculative method {speculation.method} keeps draft KV in the same pool, which is not "
+        f"part of this release yet; use one of {', '.join(DRAFTS_WITHOUT_CACHE)}, or none"
     ]
