@@ -80,6 +80,6 @@ def _require_number(name: str, value: Any, types: tuple[type, ...], above: int) 
     if value is None:
         return
     is_number = isinstance(value, types) and not isinstance(value, bool)
-    if not is_number or float(value) <= above:
+    if not is_number or not float(value) > above:
         kind = "a number" if float in types else "a whole number"
         raise ValueError(f"dhisparse.{name} must be {kind} above {above}; got {value!r}")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine import greedy, model_of, prompts, running
+from engine import RESIDENT, greedy, model_of, prompts, running
 from transformers_oracle import TransformersOracle
 
 MODELS = {
@@ -40,7 +40,7 @@ def test_tokens_and_layer_outputs_equal_transformers(tiny_dsa, settings):
     folder = tiny_dsa(**settings)
     oracle = TransformersOracle(folder)
     lengths = (1, 3, 63, 64, 65, 300, 2048)
-    with running(folder, enable_prefix_caching=False) as llm:
+    with running(folder, RESIDENT, enable_prefix_caching=False) as llm:
         for ids, tokens in zip(prompts(*lengths), greedy(llm, prompts(*lengths)), strict=True):
             assert tokens == oracle.greedy(ids, 16), len(ids)
         ids = far_from_ties(oracle)

@@ -1,14 +1,14 @@
-"""What vLLM does to a request must not change its tokens."""
+"""What vLLM does to a request must not change its tokens; residency `resident`."""
 
 import pytest
-from engine import all_blocks_free, counters, greedy, prompts, running, scheduler
+from engine import RESIDENT, all_blocks_free, counters, greedy, prompts, running, scheduler
 from vllm import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_dsa):
     """Tokens of prompts run one by one, without any of the features below."""
-    with running(tiny_dsa(), enable_prefix_caching=False) as llm:
+    with running(tiny_dsa(), RESIDENT, enable_prefix_caching=False) as llm:
         return {
             tuple(ids): greedy(llm, [ids], 24)[0]
             for ids in [
@@ -36,12 +36,12 @@ def check(llm, token_ids, expected):
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 2048])
 def test_chunked_prefill_in_mixed_batches(tiny_dsa, expected, max_num_batched_tokens):
     options = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": False}
-    with running(tiny_dsa(), **options) as llm:
+    with running(tiny_dsa(), RESIDENT, **options) as llm:
         check(llm, prompts(5, 70, 300, 900, 1500), expected)
 
 
 def test_prefix_caching_and_its_reset(tiny_dsa, expected):
-    with running(tiny_dsa(), enable_prefix_caching=True) as llm:
+    with running(tiny_dsa(), RESIDENT, enable_prefix_caching=True) as llm:
         check(llm, with_shared_prefix()[:1], expected)
         check(llm, with_shared_prefix(), expected)
         assert counters(llm)["vllm:prefix_cache_hits{}"] >= 2 * 640
@@ -51,13 +51,13 @@ def test_prefix_caching_and_its_reset(tiny_dsa, expected):
 
 def test_preemption_and_resume(tiny_dsa, expected):
     # 13 blocks hold six prompts of two blocks each, but not the third block of all.
-    with running(tiny_dsa(), num_gpu_blocks_override=14, max_model_len=512) as llm:
+    with running(tiny_dsa(), RESIDENT, num_gpu_blocks_override=14, max_model_len=512) as llm:
         check(llm, at_a_block_border(), expected)
         assert counters(llm)["vllm:num_preemptions{}"] > 0
 
 
 def test_abort_returns_every_block(tiny_dsa):
-    with running(tiny_dsa()) as llm:
+    with running(tiny_dsa(), RESIDENT) as llm:
         engine = llm.llm_engine
         parameters = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         for number, ids in enumerate(prompts(900, 1500, 30, 300)):
@@ -75,7 +75,7 @@ def test_abort_returns_every_block(tiny_dsa):
 def test_stop_and_length_endings(tiny_dsa, expected):
     ids = prompts(300)[0]
     tokens = expected[tuple(prompts(5, 70, 300, 900, 1500)[2])]
-    with running(tiny_dsa(), max_model_len=320) as llm:
+    with running(tiny_dsa(), RESIDENT, max_model_len=320) as llm:
         stop = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[tokens[6]])
         third = {"prompt_token_ids": prompts(5, 70, 300, 900, 1500)[2]}
         assert list(llm.generate([third], stop)[0].outputs[0].token_ids) == tokens[: 6 + 1]
@@ -85,7 +85,7 @@ def test_stop_and_length_endings(tiny_dsa, expected):
 
 
 def test_selected_rows_are_counted_once_per_index_group(tiny_dsa):
-    with running(tiny_dsa(leaders=2), enable_prefix_caching=False) as llm:
+    with running(tiny_dsa(leaders=2), RESIDENT, enable_prefix_caching=False) as llm:
         greedy(llm, prompts(100), 11)
         found = counters(llm)
         # top-64 of 100 prompt tokens, then of the 10 tokens that were fed back.
@@ -96,7 +96,7 @@ def test_selected_rows_are_counted_once_per_index_group(tiny_dsa):
 
 
 def test_residency_classes_sum_to_the_capacity(tiny_dsa):
-    with running(tiny_dsa(layers=4, leaders=2), num_gpu_blocks_override=101) as llm:
+    with running(tiny_dsa(layers=4, leaders=2), RESIDENT, num_gpu_blocks_override=101) as llm:
         engine = llm.llm_engine
         parameters = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
         engine.add_request("0", {"prompt_token_ids": prompts(1000)[0]}, parameters)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from checked import checked
-from engine import counters, greedy, prompts, running
+from engine import RESIDENT, counters, greedy, prompts, running
 from vllm import SamplingParams
 
 TOP_K = 64
@@ -45,8 +45,7 @@ def resident(model):
     def run(scenario, **options):
         key = (scenario.__name__, *sorted(options.items()))
         if key not in known:
-            settings = {"dhisparse": {"residency": "resident"}}
-            with running(model, additional_config=settings, **options) as llm:
+            with running(model, RESIDENT, **options) as llm:
                 known[key] = scenario(llm)
         return known[key]
 
@@ -184,7 +183,7 @@ def test_aborts_at_random_times(monkeypatch, model, resident, seed):
                     done[int(output.request_id)] = list(output.outputs[0].token_ids)
     finished = {n: tokens for n, tokens in done.items() if len(tokens) == 40}
     assert finished
-    with running(model, additional_config={"dhisparse": {"residency": "resident"}}) as llm:
+    with running(model, RESIDENT) as llm:
         expected = greedy(llm, [texts[n] for n in sorted(finished)], 40)
     assert [finished[n] for n in sorted(finished)] == expected
 

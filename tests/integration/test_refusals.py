@@ -1,6 +1,7 @@
 """One clear error for each thing DHISPARSE cannot do, before anything is built."""
 
 import pytest
+from transformers import Qwen3Config
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 
@@ -44,11 +45,26 @@ def refused(model, **options):
             {"additional_config": {"dhisparse": {"residency": "everything"}}},
             "dhisparse.residency must be one of",
         ),
+        (
+            {"additional_config": {"dhisparse": {"host_pool_gib": 0.0005}}},
+            "max_model_len=1024 needs 8: raise dhisparse.host_pool_gib to at least 0.0",
+        ),
+        (
+            {"additional_config": {"dhisparse": {"staging_rows": 63}}},
+            "dhisparse.staging_rows = 63 cannot hold the 64 rows that one query selects",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_unsupported_configurations(tiny_dsa, options, message):
     assert message in refused(tiny_dsa(layers=2, leaders=1), **options)
+
+
+def test_a_drafter_with_a_cache(tiny_dsa, tmp_path):
+    save_qwen3(tmp_path)
+    drafter = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    message = refused(tiny_dsa(layers=2, leaders=1), speculative_config=drafter)
+    assert "speculative method draft_model keeps draft KV in the same pool" in message
 
 
 def test_all_reasons_are_listed_at_once(tiny_dsa):
@@ -57,18 +73,20 @@ def test_all_reasons_are_listed_at_once(tiny_dsa):
     assert "--kv-cache-dtype" in error
 
 
-def test_a_model_without_sparse_attention(tmp_path):
-    from transformers import Qwen3Config
-
+def save_qwen3(folder):
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
-        vocab_size=64,
+        vocab_size=512,
         hidden_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-    ).save_pretrained(tmp_path)
+    ).save_pretrained(folder)
+
+
+def test_a_model_without_sparse_attention(tmp_path):
+    save_qwen3(tmp_path)
     message = refused(tmp_path, skip_tokenizer_init=True)
     assert "Qwen3ForCausalLM is not one of GlmMoeDsaForCausalLM, DeepseekV32" in message
     assert "choose another --attention-backend" in message

@@ -52,7 +52,7 @@ def checked(
     for name in ("fixed_rows_per_request", "host_pool_gib", "staging_rows"):
         if name in options:
             settings[name] = options.pop(name)
-    with running(model, additional_config={"dhisparse": settings}, **options) as llm:
+    with running(model, settings, **options) as llm:
         for cache in kv_caches(llm):
             cache.fill_(float("nan"))
         yield llm

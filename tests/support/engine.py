@@ -10,11 +10,20 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
+RESIDENT = {"residency": "resident"}
+
 
 @contextmanager
-def running(model: Any, **options: Any) -> Iterator[LLM]:
-    """A DHISPARSE engine; checks at the end that every block came back."""
+def running(model: Any, dhisparse: dict[str, Any], **options: Any) -> Iterator[LLM]:
+    """A DHISPARSE engine; checks at the end that every block came back.
+
+    Args:
+        model: folder.
+        dhisparse: settings of this package.
+        options: of vLLM.
+    """
     settings: dict[str, Any] = {
+        "additional_config": {"dhisparse": dhisparse},
         "attention_backend": "DHISPARSE",
         "dtype": "float32",
         "max_model_len": 4096,

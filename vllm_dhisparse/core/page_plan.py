@@ -121,6 +121,6 @@ def check_host_pool(
     if num_pages < needed:
         raise ValueError(
             f"the host pool has {num_pages} pages of {page_tokens} tokens, but one request of "
-            f"max_model_len={max_model_len} needs {needed}: raise host_pool_gib to at least "
-            f"{needed * page_bytes / 2**30:.3f} or lower max_model_len"
+            f"max_model_len={max_model_len} needs {needed}: raise dhisparse.host_pool_gib to at "
+            f"least {needed * page_bytes / 2**30:.3f} or lower max_model_len"
         )

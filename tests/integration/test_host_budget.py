@@ -1,0 +1,85 @@
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from vllm_dhisparse.config import DHiSparseConfig
+from vllm_dhisparse.core.page_plan import plan_pages
+from vllm_dhisparse.integration import host_budget
+from vllm_dhisparse.integration.geometry import Geometry
+from vllm_dhisparse.integration.host_budget import available_bytes, host_pages
+
+GIB = 2**30
+
+
+def vllm_config(**parallel):
+    sizes = {"tensor_parallel_size": 1, "data_parallel_size_local": 1} | parallel
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        model_config=SimpleNamespace(max_model_len=1000),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        num_lookahead_tokens=0,
+    )
+
+
+def geometry():
+    """Pages of 128 tokens, 64 KiB in each of 16 layers: 1 MiB."""
+    return Geometry(128, 512, 16, 64, plan_pages(512, 256), 2)
+
+
+def test_a_given_pool_is_used_whole():
+    sizes = geometry()
+    assert sizes.page_bytes == 128 * 512 * 16
+    pages = host_pages(vllm_config(), DHiSparseConfig(host_pool_gib=1), sizes)
+    assert pages == GIB // sizes.page_bytes
+
+
+def test_tensor_parallel_ranks_share_the_pool():
+    config = DHiSparseConfig(host_pool_gib=1)
+    one = host_pages(vllm_config(), config, geometry())
+    assert host_pages(vllm_config(tensor_parallel_size=4), config, geometry()) == one // 4
+
+
+@pytest.mark.parametrize(
+    ("available", "engines", "pages"),
+    [(100 * GIB, 1, 4 * 8), (1 * GIB // 16, 1, 32), (GIB // 32, 1, 16), (GIB // 32, 2, 8)],
+)
+def test_the_default_is_half_of_the_memory_and_no_more_than_requests_use(
+    monkeypatch, available, engines, pages
+):
+    monkeypatch.setattr(host_budget, "available_bytes", lambda: available)
+    config = vllm_config(data_parallel_size_local=engines)
+    assert host_pages(config, DHiSparseConfig(), geometry()) == pages
+
+
+def test_a_machine_too_small_for_one_request_is_refused(monkeypatch):
+    monkeypatch.setattr(host_budget, "available_bytes", lambda: GIB // 128)
+    with pytest.raises(ValueError, match=r"raise dhisparse\.host_pool_gib to at least"):
+        host_pages(vllm_config(), DHiSparseConfig(), geometry())
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"memory.max": "3000", "memory.current": "1000"}, 2000),
+        ({"memory.max": "1000", "memory.current": "3000"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "500",
+                "memory/memory.usage_in_bytes": "100",
+            },
+            400,
+        ),
+    ],
+)
+def test_the_limit_of_the_control_group_counts(tmp_path, files, expected):
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert available_bytes(tmp_path) == expected
+
+
+def test_without_a_limit_the_machine_counts(tmp_path):
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5\n")
+    assert 0 < available_bytes(tmp_path) <= psutil.virtual_memory().total
