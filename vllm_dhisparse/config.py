@@ -5,8 +5,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-RESIDENCIES = ("resident", "fixed")
-PLANNED_RESIDENCIES = ("adaptive",)
+RESIDENCIES = ("resident", "fixed", "adaptive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +16,14 @@ class DHiSparseConfig:
         residency: where the latent KV history lives. ``resident``: all of it on the
             device, in vLLM's own blocks (the exactness oracle and a baseline).
             ``fixed``: in host memory, with a constant number of rows on the device for
-            each running request (the HiSparse baseline).
+            each running request (the HiSparse baseline). ``adaptive``: the same with a
+            smaller constant, plus memory that is spare, given back under pressure.
         host_pool_gib: host memory for the history, of the whole engine. Default: half of
             the available memory, at most what ``max_num_seqs`` requests of
             ``max_model_len`` tokens need.
         fixed_rows_per_request: rows on the device per running request under ``fixed``,
             rounded up to whole units of 64. Default: 2 x index_topk.
+        base_rows_per_request: the same under ``adaptive``. Default: index_topk.
         staging_rows: rows of one layer that a step can read at once, at least index_topk;
             larger unions are served in passes. Default: 2 x max_num_seqs x index_topk.
         huge_pages: whether the host pool asks for 2 MiB pages.
@@ -32,18 +33,14 @@ class DHiSparseConfig:
 
     """
 
-    residency: str = "fixed"
+    residency: str = "adaptive"
     host_pool_gib: float | None = None
     fixed_rows_per_request: int | None = None
+    base_rows_per_request: int | None = None
     staging_rows: int | None = None
     huge_pages: bool = True
 
     def __post_init__(self) -> None:
-        if self.residency in PLANNED_RESIDENCIES:
-            raise ValueError(
-                f"dhisparse.residency {self.residency!r} is not part of this release yet; "
-                f"use one of: {', '.join(RESIDENCIES)}"
-            )
         if self.residency not in RESIDENCIES:
             raise ValueError(
                 f"dhisparse.residency must be one of: {', '.join(RESIDENCIES)}; "
@@ -51,6 +48,7 @@ class DHiSparseConfig:
             )
         _require_number("host_pool_gib", self.host_pool_gib, (int, float), above=0)
         _require_number("fixed_rows_per_request", self.fixed_rows_per_request, (int,), above=-1)
+        _require_number("base_rows_per_request", self.base_rows_per_request, (int,), above=-1)
         _require_number("staging_rows", self.staging_rows, (int,), above=0)
         if not isinstance(self.huge_pages, bool):
             raise ValueError(f"dhisparse.huge_pages must be true or false; got {self.huge_pages!r}")

@@ -66,4 +66,46 @@ HOST_POOL_PAGES = Metric(
     (("state", ("held", "idle", "free")),),
 )
 
-METRICS = (SELECTED_ROWS, FETCHED_ROWS, TRANSFER_BYTES, RESIDENCY_BYTES, HOST_POOL_PAGES)
+CONTROLLER_STATES = ("grow", "hold", "shrink", "reclaim")
+KV_PRESSURE = Metric(
+    "kv_pressure_ratio",
+    "gauge",
+    "Share of the device KV memory that running and waiting requests require, 0 to 1.",
+)
+CONTROLLER_STATE = Metric(
+    "controller_state",
+    "gauge",
+    "What the residency controller does now: 1 for one of the states.",
+    (("state", CONTROLLER_STATES),),
+)
+CONTROLLER_DECISIONS = Metric(
+    "controller_decisions",
+    "counter",
+    "Steps by what the residency controller did in them.",
+    (("action", CONTROLLER_STATES),),
+)
+ADOPTED_UNITS = Metric(
+    "adopted_units",
+    "counter",
+    "Units of 64 rows per latent layer taken out of spare memory; restored: filled at once.",
+    (("content", ("empty", "restored")),),
+)
+RECLAIMED_BYTES = Metric(
+    "reclaimed_bytes",
+    "counter",
+    "Optional device memory given back: taken by vLLM (pressure) or kept plain (reserve).",
+    (("reason", ("pressure", "reserve")),),
+)
+
+METRICS = (
+    SELECTED_ROWS,
+    FETCHED_ROWS,
+    TRANSFER_BYTES,
+    RESIDENCY_BYTES,
+    HOST_POOL_PAGES,
+    KV_PRESSURE,
+    CONTROLLER_STATE,
+    CONTROLLER_DECISIONS,
+    ADOPTED_UNITS,
+    RECLAIMED_BYTES,
+)

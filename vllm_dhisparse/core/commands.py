@@ -54,7 +54,15 @@ class UnitLost(NamedTuple):
     unit: int
 
 
-Command: TypeAlias = PageBound | PageDropped | UnitAdded | UnitMoved | UnitLost
+class SpanRestored(NamedTuple):
+    """The rows of ``page`` from ``first_row`` on fill a unit, except those with a slot."""
+
+    unit: int
+    page: int
+    first_row: int
+
+
+Command: TypeAlias = PageBound | PageDropped | UnitAdded | UnitMoved | UnitLost | SpanRestored
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from vllm_dhisparse.core.block_source import BlockSource
 from vllm_dhisparse.core.commands import Command, UnitAdded, UnitLost, UnitMoved, UnitState
+from vllm_dhisparse.core.history import History, Span
 
 LedgerResidency: TypeAlias = Literal["fixed", "adaptive"]
 
@@ -38,6 +39,7 @@ class Ledger:
         residency: ``adaptive`` keeps full tails and released shares as optional
             units; ``fixed`` frees them, so that required units are all there is.
         log: where the commands go, in the order things happen.
+        history: told which spans of running requests lose their unit.
 
     """
 
@@ -48,6 +50,7 @@ class Ledger:
         base_units: int,
         residency: LedgerResidency,
         log: list[Command],
+        history: History | None = None,
     ) -> None:
         assert num_groups > 0
         assert base_units >= 0
@@ -64,6 +67,10 @@ class Ledger:
         self._required: dict[int, None] = {}
         self._optional: dict[int, None] = {}
         self._optional_of_block: dict[int, int] = {}
+        self._history = history or History()
+        # what an optional or required unit was filled with, as long as nothing replaced it all
+        self._span_of_unit: dict[int, Span] = {}
+        self._num_reclaimed = 0
         source.add_reuse_listener(self._lose_unit_of)
 
     @property
@@ -92,6 +99,7 @@ class Ledger:
         """
         assert request_id not in self._tails
         self._tails[request_id] = {}
+        self._history.start(request_id)
         self._require(self.base_units)
 
     def set_base_units(self, base_units: int) -> None:
@@ -132,7 +140,19 @@ class Ledger:
             if position >= end_position:
                 break
             full.append(position)
+        for position in full:
+            self._span_of_unit[tail[position]] = Span(request_id, position)
         self._retain([tail.pop(position) for position in full])
+
+    def fill(self, unit: int, span: Span) -> None:
+        """Note that an adopted unit gets the rows of a span."""
+        assert unit in self._optional
+        self._span_of_unit[unit] = span
+
+    def take_reclaimed(self) -> int:
+        """Return how many optional units the pool took back since the last call."""
+        number, self._num_reclaimed = self._num_reclaimed, 0
+        return number
 
     def end_request(self, request_id: str) -> None:
         """Forget the tail of a request and release its share; unknown requests are fine.
@@ -143,11 +163,14 @@ class Ledger:
         tail = self._tails.pop(request_id, None)
         if tail is None:
             return
+        self._history.end(request_id)
         for unit in tail.values():
             self._retire(unit)
         self._release_required(self.base_units)
 
-    def adopt(self, num_units: int, head_reserve_blocks: int, take_cached: bool = False) -> int:
+    def adopt(
+        self, num_units: int, head_reserve_blocks: int, take_cached: bool = False
+    ) -> list[int]:
         """Turn free blocks into optional units, at most ``num_units``.
 
         The first ``head_reserve_blocks`` plain free blocks are left alone. Blocks whose
@@ -156,13 +179,13 @@ class Ledger:
         suitable blocks near its head gives fewer units.
 
         Returns:
-            Units adopted.
+            The units adopted.
 
         """
         assert self._keeps_units, "fixed residency has no optional units"
         wanted = num_units * self.num_groups
         if not wanted:
-            return 0
+            return []
         plain: list[int] = []
         cached: list[int] = []
         for block, is_cached in islice(self._source.walk_free(), head_reserve_blocks + 2 * wanted):
@@ -179,7 +202,7 @@ class Ledger:
         self._source.claim(found)
         units = self._add(found, UnitState.OPTIONAL)
         self._make_readable(units)
-        return len(units)
+        return units
 
     def give_up(self, num_units: int) -> int:
         """Make the oldest optional units plain free blocks at the head of the queue.
@@ -240,6 +263,7 @@ class Ledger:
         assert len(self._required) == self.base_units * len(self._tails)
         assert self._keeps_units or not self._optional
         assert set(self._optional_of_block) == set(by_state[UnitState.OPTIONAL])
+        assert set(self._span_of_unit) <= set(self._blocks)
         numbers = [*self._blocks, *self._free_numbers]
         assert sorted(numbers) == list(range(len(numbers)))
         assert all(number < self.max_units for number in self._blocks)
@@ -303,6 +327,9 @@ class Ledger:
         del self._blocks[unit]
         self._free_numbers.append(unit)
         self._log.append(UnitLost(unit))
+        span = self._span_of_unit.pop(unit, None)
+        if span is not None:
+            self._history.miss([span])
 
     def _forget_optional(self, unit: int) -> None:
         del self._optional[unit]
@@ -315,6 +342,7 @@ class Ledger:
             return  # a sibling of a unit that is already lost, or a block of a page
         self._forget_optional(unit)
         self._retire(unit)
+        self._num_reclaimed += 1
 
     def _blocks_of(self, units: Iterable[int]) -> list[int]:
         return [block for unit in units for block in self._blocks[unit]]

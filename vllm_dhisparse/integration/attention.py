@@ -214,7 +214,7 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         metadata: DHiSparseMetadata,
     ) -> torch.Tensor:
         if self.is_leader:
-            worker_connector().count_resident(selected, metadata)
+            worker_connector().counters.add_resident(selected, metadata)
         remap = metadata.physical_rows(selected)
         return self.ops.attend(query, kv_cache, remap, self.scale, self.kv_lora_rank)
 
@@ -237,7 +237,9 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
                 state.staging_rows,
                 state.scratch,
             )
-            connector.count_resolution(state.resolution, address, place)
+            connector.counters.add_resolution(
+                state.resolution, address, place, state.sizes.row_bytes
+            )
         assert state.resolution is not None
         out = query.new_empty(*query.shape[:2], self.kv_lora_rank)
         for plan in state.resolution.plans:

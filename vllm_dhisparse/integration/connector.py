@@ -13,34 +13,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from vllm_dhisparse.core.commands import StepCommands
+from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.integration.geometry import geometry
 from vllm_dhisparse.integration.host_budget import HOST_PAGES
-from vllm_dhisparse.integration.metadata import DHiSparseMetadata
 from vllm_dhisparse.integration.refusals import dhisparse_config
 from vllm_dhisparse.integration.residency import residency_bytes
+from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.integration.scheduler_state import SchedulerState
 from vllm_dhisparse.integration.stats import DHiSparsePromMetrics, DHiSparseStats
-from vllm_dhisparse.integration.worker_state import LatentLayer, WorkerState
+from vllm_dhisparse.integration.worker_state import WorkerState
 from vllm_dhisparse.metrics import (
-    FETCHED_ROWS,
     HOST_POOL_PAGES,
     RESIDENCY_BYTES,
-    SELECTED_ROWS,
-    TRANSFER_BYTES,
 )
 from vllm_dhisparse.runtime.ops import data_plane
-from vllm_dhisparse.runtime.plan import Phase, Resolution, Tier
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -51,6 +50,17 @@ class StepMetadata(KVConnectorMetadata):
     commands: StepCommands | None
 
 
+@dataclass(frozen=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Rows that one worker fetched for decode and verify since its last report."""
+
+    fetched_rows: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """Tensor-parallel ranks fetch the same rows; any one's report is all of them."""
+        return self
+
+
 class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     """Carries step commands and statistics of one engine."""
 
@@ -58,12 +68,13 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._stats = DHiSparseStats()
-        # Latent rows are the same on every tensor-parallel rank, so one rank counts them.
-        self._counts_rows = role is KVConnectorRole.WORKER and get_tensor_model_parallel_rank() == 0
+        is_worker = role is KVConnectorRole.WORKER
+        self.counters = RowCounters(is_worker and get_tensor_model_parallel_rank() == 0)
         self._config = dhisparse_config(vllm_config)
         self._scheduler_state: SchedulerState | None = None
         self._worker_state: WorkerState | None = None
+        self._controller: ResidencyController | None = None
+        self._fetched_rows = 0
 
     @property
     def _num_pages(self) -> int:
@@ -102,52 +113,16 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         if connector_metadata.commands is not None:
-            self.worker_state.apply(connector_metadata.commands)
+            self.counters.add_restored(self.worker_state.apply(connector_metadata.commands))
 
     def shutdown(self) -> None:
         """Let go of host memory."""
         if self._worker_state is not None:
             self._worker_state.close()
 
-    def count_resident(self, selected: torch.Tensor, metadata: DHiSparseMetadata) -> None:
-        """Count one index group's selection where all rows are in vLLM's own blocks.
-
-        Args:
-            selected: [num_tokens, index_topk] int32, -1 = unused place.
-            metadata: the batch.
-
-        """
-        rows = (selected >= 0).sum(dim=1)
-        is_prefill = metadata.is_prefill[metadata.token_request]
-        counts = torch.zeros(len(Phase), len(Tier), dtype=torch.int64)
-        counts[Phase.PREFILL, Tier.TAIL] = rows[is_prefill].sum()
-        counts[Phase.GENERATION, Tier.TAIL] = rows[~is_prefill].sum()
-        self._count_rows(counts, torch.zeros(len(Phase), dtype=torch.int64), metadata)
-
-    def count_resolution(
-        self, resolution: Resolution, metadata: DHiSparseMetadata, place: LatentLayer
-    ) -> None:
-        """Count one index group's step: rows by tier, and the bytes all its layers move."""
-        self._count_rows(resolution.selected, resolution.fetched, metadata)
-        layer_bytes = place.followers * self.worker_state.sizes.row_bytes
-        moved = {
-            "host_to_device": int(resolution.fetched.sum()) * layer_bytes,
-            "device_to_host": metadata.num_actual_tokens * layer_bytes,
-        }
-        for direction, amount in moved.items():
-            self._stats.add(TRANSFER_BYTES.key(direction), amount)
-
-    def _count_rows(
-        self, selected: torch.Tensor, fetched: torch.Tensor, metadata: DHiSparseMetadata
-    ) -> None:
-        if not self._counts_rows:
-            return
-        generation = "verify" if metadata.verifies else "decode"
-        for phase in Phase:
-            name = "prefill" if phase is Phase.PREFILL else generation
-            for tier, amount in zip(Tier, selected[phase].tolist(), strict=True):
-                self._stats.add(SELECTED_ROWS.key(tier.name.lower(), name), amount)
-            self._stats.add(FETCHED_ROWS.key(name), int(fetched[phase]))
+    def build_connector_worker_meta(self) -> WorkerReport:
+        """Return what the scheduler's controller needs to know of this step."""
+        return WorkerReport(self.counters.take_fetched())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to load."""
@@ -172,10 +147,16 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_state = SchedulerState(
                 kv_cache_manager,
                 self._num_pages,
-                "fixed",
+                "adaptive" if self._config.residency == "adaptive" else "fixed",
                 self._vllm_config.max_in_flight_tokens,
                 self._vllm_config.num_lookahead_tokens,
             )
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Note what the workers fetched."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._fetched_rows += report.fetched_rows
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -198,6 +179,10 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         if state is None:
             return StepMetadata(None)
         state.bind_scheduled(scheduler_output)
+        if self._controller is not None:
+            done = state.adapt(self._controller, scheduler_output, self._fetched_rows)
+            self._fetched_rows = 0
+            self._scheduler_stats.aggregate(adaptation_stats(done, self._unit_bytes))
         return StepMetadata(state.take_commands())
 
     def request_finished(
@@ -219,10 +204,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role is KVConnectorRole.SCHEDULER:
             assert self._kv_cache_manager is not None
             return DHiSparseStats({"counters": {}, "gauges": self._levels(self._kv_cache_manager)})
-        if self._stats.is_empty():
-            return None
-        report, self._stats = self._stats, DHiSparseStats()
-        return report
+        return self.counters.take_stats()
 
     def _levels(self, manager: "KVCacheManager") -> dict[str, float]:
         state = self._scheduler_state

@@ -25,7 +25,7 @@ def backend_for(vllm_config: VllmConfig) -> type[DHiSparseBackend]:
     if config.residency == "resident":
         return DHiSparseBackend
     sizes = geometry(vllm_config, config)
-    return planned_backend(LatentPlan(sizes.plan.page_size_padded, sizes.fixed_units))
+    return planned_backend(LatentPlan(sizes.plan.page_size_padded, sizes.base_units))
 
 
 class DHiSparseMLAWrapper(MultiHeadLatentAttentionWrapper):

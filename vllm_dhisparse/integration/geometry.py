@@ -15,8 +15,7 @@ class Geometry(NamedTuple):
 
     ``row_size``: values of a latent row; ``row_bytes``: its bytes in one layer;
     ``num_layers``: layers with latent rows; ``index_topk``: rows one query selects;
-    ``plan``: block and page sizes; ``fixed_units``: required units of a running request
-    under residency ``fixed``.
+    ``plan``: block and page sizes; ``base_units``: required units of a running request.
     """
 
     row_size: int
@@ -24,7 +23,7 @@ class Geometry(NamedTuple):
     num_layers: int
     index_topk: int
     plan: PagePlan
-    fixed_units: int
+    base_units: int
 
     @property
     def page_bytes(self) -> int:
@@ -38,15 +37,18 @@ def geometry(vllm_config: "VllmConfig", config: DHiSparseConfig) -> Geometry:
     hf_config = model.hf_text_config
     row_size = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
     itemsize = model.dtype.itemsize
-    rows = config.fixed_rows_per_request
-    rows = 2 * hf_config.index_topk if rows is None else rows
+    if config.residency == "fixed":
+        rows, default = config.fixed_rows_per_request, 2 * hf_config.index_topk
+    else:
+        rows, default = config.base_rows_per_request, hf_config.index_topk
+    rows = default if rows is None else rows
     return Geometry(
         row_size=row_size,
         row_bytes=row_size * itemsize,
         num_layers=hf_config.num_hidden_layers,
         index_topk=hf_config.index_topk,
         plan=plan_pages(row_size * itemsize, hf_config.index_head_dim * itemsize),
-        fixed_units=-(-rows // LATENT_BLOCK_TOKENS),
+        base_units=-(-rows // LATENT_BLOCK_TOKENS),
     )
 
 

@@ -8,6 +8,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_dhisparse.core.history import Span
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         self._group = 0
         # leading null blocks by request; without an entry there are none
         self._num_null: dict[str, int] = {}
+        # blocks of a prefix hit by request, until their rows are known to be written
+        self._hit_blocks: dict[str, int] = {}
 
     def bind(self, state: "SchedulerState", group: int) -> None:
         """Use ``state``; ``group`` is the place of this group among the latent ones."""
@@ -63,7 +66,8 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         if self._group:
             return 0
         state = self._bound_state()
-        if not state.pages.fits(request_id, cdiv(num_tokens, state.page_tokens)):
+        page_blocks = cdiv(num_tokens, state.page_tokens)
+        if not state.pages.fits(request_id, page_blocks):
             return self.block_pool.num_gpu_blocks + 1
         units = cdiv(num_tokens, self.block_size)
         if state.ledger.is_running(request_id):
@@ -73,6 +77,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
             if apply_admission_cap:
                 units = min(units, state.max_tail_blocks)
             units += state.ledger.base_units
+            state.consider(request_id, units * state.ledger.num_groups, page_blocks)
         return units * state.ledger.num_groups if units > 0 else 0
 
     def add_local_computed_blocks(
@@ -87,6 +92,8 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         assert not num_external_computed_tokens
         super().add_local_computed_blocks(request_id, (), num_local_computed_tokens, 0)
         self._num_null[request_id] = len(self.req_to_blocks[request_id])
+        if not self._group:
+            self._hit_blocks[request_id] = len(self.req_to_blocks[request_id])
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -119,6 +126,8 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Take full blocks of processed tokens out of the tail."""
+        if self._hit_blocks:
+            self._offer_hit(request_id, processed_computed_tokens)
         end = processed_computed_tokens // self.block_size
         first = self._num_null.get(request_id, 0)
         if end <= first or request_id not in self.req_to_blocks:
@@ -130,6 +139,17 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         table[first:end] = [self._null_block] * (end - first)
         self._num_null[request_id] = end
 
+    def _offer_hit(self, request_id: str, num_processed_tokens: int) -> None:
+        """Let the rows of a prefix hit be restored, once a step of the request is processed.
+
+        Another request may have computed them in the step that found the hit, so their
+        host rows are certain only then.
+        """
+        hit = self._hit_blocks.get(request_id, 0)
+        if hit and num_processed_tokens > hit * self.block_size:
+            del self._hit_blocks[request_id]
+            self._bound_state().history.miss(Span(request_id, i) for i in range(hit))
+
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """End the request, however it ends, and return its tail blocks."""
         if not self._group:
@@ -137,6 +157,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
             state.ledger.end_request(request_id)
             state.pages.end_request(request_id)
         first = self._num_null.pop(request_id, 0)
+        self._hit_blocks.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)[first:]
 
     @classmethod

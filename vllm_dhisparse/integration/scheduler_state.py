@@ -1,19 +1,42 @@
 """What the engine core knows of units and host pages, with the moments a connector passes on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
-from vllm_dhisparse.core.commands import Command, StepCommands, UnitState
+from vllm_dhisparse.core.commands import Command, SpanRestored, StepCommands, UnitState
+from vllm_dhisparse.core.controller import (
+    DecisionHistory,
+    Pressure,
+    ResidencyController,
+)
+from vllm_dhisparse.core.history import History
 from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
 from vllm_dhisparse.integration.block_source import PoolBlockSource
 from vllm_dhisparse.integration.kv_spec import is_indexer_spec
 from vllm_dhisparse.integration.manager import DHiSparseManager
+
+
+class Adaptation(NamedTuple):
+    """What one step did with spare memory, for the metrics.
+
+    ``state``: of the controller; ``pressure_ratio``: 0 to 1; units adopted empty, adopted
+    and restored, taken back by the pool, given up for the reserve.
+    """
+
+    state: str
+    pressure_ratio: float
+    adopted_units: int
+    restored_units: int
+    reclaimed_units: int
+    given_up_units: int
 
 
 class SchedulerState:
@@ -55,14 +78,27 @@ class SchedulerState:
         self._pool = kv_cache_manager.block_pool
         spec = latent[0].kv_cache_spec
         self.page_tokens: int = self._address.block_size
+        self._block_tokens: int = latent[0].block_size
+        self._decisions = DecisionHistory()
         self.max_tail_blocks: int = spec.max_tail_blocks(
             max_in_flight_tokens, num_lookahead_tokens, kv_cache_manager.max_model_len
         )
         self._step = 0
-        log: list[Command] = []
+        self._log: list[Command] = []
         self._source = PoolBlockSource(self._pool)
-        self.ledger = Ledger(self._source, len(latent), spec.base_units_per_request, residency, log)
-        self.pages = PageAllocator(self._source, num_pages, log)
+        self.history = History()
+        self.ledger = Ledger(
+            self._source,
+            len(latent),
+            spec.base_units_per_request,
+            residency,
+            self._log,
+            self.history,
+        )
+        self.pages = PageAllocator(self._source, num_pages, self._log)
+        self._indexer_groups = len(indexer)
+        self._considered: dict[str, int] = {}
+        """Blocks that requests require which vLLM looked at in this step and did not admit."""
         for group, manager in enumerate(latent):
             manager.bind(self, group)
 
@@ -84,8 +120,13 @@ class SchedulerState:
                 hit.append(found[0].block_id)
         self.pages.expect_hit(request.request_id, hit)
 
+    def consider(self, request_id: str, latent_blocks: int, page_blocks: int) -> None:
+        """Note what a request requires that vLLM would like to admit."""
+        self._considered[request_id] = latent_blocks + page_blocks * self._indexer_groups
+
     def on_admitted(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Keep the pages of the prefix hit; for ``update_state_after_alloc``."""
+        self._considered.pop(request.request_id, None)
         group = blocks.blocks[self._address.kv_cache_group_id]
         self.pages.hold(request.request_id, [block.block_id for block in group])
 
@@ -99,6 +140,71 @@ class SchedulerState:
             if num_bound < len(table):
                 pages.bind(request_id, [block.block_id for block in table[num_bound:]])
         pages.end_step()
+
+    def adapt(
+        self,
+        controller: ResidencyController,
+        scheduler_output: SchedulerOutput,
+        fetched_rows: int,
+    ) -> Adaptation:
+        """Let the controller use spare memory; after ``bind_scheduled``.
+
+        Args:
+            controller: decides; its memory of past decisions is kept here.
+            scheduler_output: the step.
+            fetched_rows: that the workers reported since the last step, of decode and verify.
+
+        """
+        ledger = self.ledger
+        levels = ledger.levels()
+        reclaimed = ledger.take_reclaimed()
+        seen = Pressure(
+            total_blocks=self._source.num_blocks,
+            free_blocks=levels.free_blocks,
+            blocks_per_unit=ledger.num_groups,
+            tail_units=levels.tail_units,
+            required_units=levels.required_units,
+            optional_units=levels.optional_units,
+            lost_units=reclaimed,
+            waiting_blocks=next(iter(self._considered.values()), 0),
+            growth_blocks=self._growth_blocks(scheduler_output.total_num_scheduled_tokens),
+            fetched_rows=fetched_rows,
+            restorable_units=len(self.history),
+        )
+        self._considered.clear()
+        targets, self._decisions = controller.reconcile(seen, self._decisions)
+        units: list[int] = []
+        restored = 0
+        if targets.adopt_units:
+            units = ledger.adopt(targets.adopt_units, controller.head_reserve_blocks)
+            restored = self._restore(units[: targets.restore_units])
+        given_up = ledger.refill_reserve(controller.head_reserve_blocks)
+        used = seen.total_blocks - seen.free_blocks + seen.waiting_blocks
+        return Adaptation(
+            targets.state,
+            min(used / seen.total_blocks, 1.0),
+            len(units) - restored,
+            restored,
+            reclaimed,
+            given_up,
+        )
+
+    def _growth_blocks(self, num_tokens: int) -> int:
+        """Blocks that a step of so many tokens may take in all groups."""
+        latent = cdiv(num_tokens, self._block_tokens) * self.ledger.num_groups
+        return latent + cdiv(num_tokens, self.page_tokens) * self._indexer_groups
+
+    def _restore(self, units: Sequence[int]) -> int:
+        """Fill empty units with the newest spans that are on no unit; return how many."""
+        spans = self.history.take(len(units))
+        for unit, span in zip(units, spans, strict=False):
+            first_token = span.position * self._block_tokens
+            table = self._address.req_to_blocks[span.request_id]
+            page = self.pages.page_of(table[first_token // self.page_tokens].block_id)
+            assert page is not None, "a running request without a page"
+            self._log.append(SpanRestored(unit, page, first_token % self.page_tokens))
+            self.ledger.fill(unit, span)
+        return len(spans)
 
     def take_commands(self) -> StepCommands:
         """Return the step's commands; last in ``build_connector_meta``, also for empty steps."""

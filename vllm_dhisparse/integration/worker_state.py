@@ -70,7 +70,9 @@ class WorkerState:
         """Any layer of the group whose blocks own host pages; its metadata has that table."""
         context = vllm_config.compilation_config.static_forward_context
         group_of = {name: i for i, group in enumerate(latent) for name in group.layer_names}
-        impls = {name: context[name].impl for name in sorted(group_of, key=_layer_number)}
+        names = sorted(group_of, key=_layer_number)
+        self._layers = [context[name] for name in names]
+        impls = {name: context[name].impl for name in names}
         leaders = sum(impl.is_leader for impl in impls.values())
 
         self.pool = HostPool(
@@ -113,9 +115,22 @@ class WorkerState:
                 followers=index_group.count(index_group[number]) if impl.is_leader else 0,
             )
 
-    def apply(self, commands: StepCommands) -> None:
-        """Apply a step's commands; before its forward pass, exactly once and in order."""
-        self.ops.apply(commands, self.tables)
+    def apply(self, commands: StepCommands) -> int:
+        """Apply a step's commands; before its forward pass, exactly once and in order.
+
+        Returns:
+            Bytes of restored rows.
+
+        """
+        num_rows = 0
+        for span in self.ops.apply(commands, self.tables):
+            for layer in self._layers:
+                place = layer.impl.place
+                block = self.tables.unit_blocks[span.unit, place.latent_group]
+                if block >= 0:  # else the unit was lost again in the same step
+                    span.copy(place.index_group, layer.kv_cache[block], place.host)
+                    num_rows += int(span.absent[place.index_group].sum())
+        return num_rows * self.sizes.row_bytes
 
     def address_metadata(self) -> "DHiSparseMetadata":
         """The batch as the address group sees it, with the host rows of its new tokens."""

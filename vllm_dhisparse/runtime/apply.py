@@ -8,12 +8,14 @@ from vllm_dhisparse.core.commands import (
     Command,
     PageBound,
     PageDropped,
+    SpanRestored,
     StepCommands,
     UnitAdded,
     UnitLost,
     UnitMoved,
     UnitState,
 )
+from vllm_dhisparse.runtime.restore import RestoredSpan, enter_span
 from vllm_dhisparse.runtime.tables import (
     NO_BLOCK,
     NO_PAGE,
@@ -32,14 +34,26 @@ class Forget(Protocol):
 
 def apply_commands(
     commands: StepCommands, tables: Tables, forget_slots: Forget, forget_rows: Forget
-) -> None:
+) -> tuple[RestoredSpan, ...]:
     """Apply the commands of the step after ``tables.step``, in order."""
     assert tables.step in (-1, commands.step - 1), (
         f"step {commands.step} applied after step {tables.step}"
     )
     tables.step = commands.step
+    restored = []
     for command in commands.commands:
-        _apply(command, tables, forget_slots, forget_rows)
+        if isinstance(command, SpanRestored):
+            restored.append(_restore(command, tables))
+        else:
+            _apply(command, tables, forget_slots, forget_rows)
+    return tuple(restored)
+
+
+def _restore(command: SpanRestored, tables: Tables) -> RestoredSpan:
+    unit, page, first_row = command
+    assert tables.unit_state[unit] == UnitState.OPTIONAL, f"a span restored into unit {unit}"
+    assert tables.block_of_page[page] != NO_BLOCK, f"a span of unbound page {page}"
+    return enter_span(unit, page * tables.sizes.page_rows + first_row, tables)
 
 
 def _apply(command: Command, tables: Tables, forget_slots: Forget, forget_rows: Forget) -> None:

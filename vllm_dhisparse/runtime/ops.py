@@ -17,6 +17,7 @@ import torch
 
 from vllm_dhisparse.core.commands import StepCommands
 from vllm_dhisparse.runtime.plan import Plan, Queries, Resolution
+from vllm_dhisparse.runtime.restore import RestoredSpan
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import Tables
 
@@ -26,11 +27,12 @@ ImplementationName = Literal["reference", "cpu"]
 class DataPlane(Protocol):
     """The operations of one implementation. Integers and bytes agree between all of them."""
 
-    def apply(self, commands: StepCommands, tables: Tables) -> None:
+    def apply(self, commands: StepCommands, tables: Tables) -> tuple[RestoredSpan, ...]:
         """Apply the commands of the next step, in order.
 
         A page that is bound or dropped loses its rows' map entries, a lost unit its slots'.
-        The step must follow the one applied before.
+        The step must follow the one applied before. The rows of the spans returned must be
+        copied in every layer before the step reads any.
         """
         ...
 

@@ -9,12 +9,13 @@ from vllm_dhisparse.core.clock import FRESH_AGE, MAX_AGE, sweep
 from vllm_dhisparse.core.commands import StepCommands, UnitState
 from vllm_dhisparse.runtime.apply import apply_commands
 from vllm_dhisparse.runtime.plan import Phase, Plan, Queries, Resolution, Tier
+from vllm_dhisparse.runtime.restore import RestoredSpan
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import NO_ROW, NO_SLOT, UNIT_ROWS, GroupTables, Tables
 
 
-def apply(commands: StepCommands, tables: Tables) -> None:
-    apply_commands(commands, tables, _forget_slots, _forget_rows)
+def apply(commands: StepCommands, tables: Tables) -> tuple[RestoredSpan, ...]:
+    return apply_commands(commands, tables, _forget_slots, _forget_rows)
 
 
 def _forget_slots(tables: Tables, first: int, last: int) -> None:

@@ -10,6 +10,7 @@ from vllm_dhisparse.core.clock import FRESH_AGE
 from vllm_dhisparse.core.commands import StepCommands, UnitState
 from vllm_dhisparse.runtime.apply import apply_commands
 from vllm_dhisparse.runtime.cpu.native import compiled
+from vllm_dhisparse.runtime.restore import RestoredSpan
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables
 
 _UNIT_ROWS, _FRESH_AGE, _TAIL = UNIT_ROWS, FRESH_AGE, int(UnitState.TAIL)
@@ -22,8 +23,8 @@ _WRITE_ERRORS = {
 }
 
 
-def apply(commands: StepCommands, tables: Tables) -> None:
-    apply_commands(commands, tables, _forget_slots, _forget_rows)
+def apply(commands: StepCommands, tables: Tables) -> tuple[RestoredSpan, ...]:
+    return apply_commands(commands, tables, _forget_slots, _forget_rows)
 
 
 def host_rows(slot_mapping: torch.Tensor, tables: Tables) -> torch.Tensor:

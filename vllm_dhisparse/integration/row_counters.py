@@ -1,0 +1,85 @@
+"""Counts of one worker: rows by where they were found, and bytes moved."""
+
+import torch
+
+from vllm_dhisparse.integration.metadata import DHiSparseMetadata
+from vllm_dhisparse.integration.stats import DHiSparseStats
+from vllm_dhisparse.integration.worker_state import LatentLayer
+from vllm_dhisparse.metrics import FETCHED_ROWS, SELECTED_ROWS, TRANSFER_BYTES
+from vllm_dhisparse.runtime.plan import Phase, Resolution, Tier
+
+
+class RowCounters:
+    """What happened since it was last taken.
+
+    Args:
+        counts_rows: whether this rank reports rows. Latent rows are the same on every
+            tensor-parallel rank, so only one does; bytes are every rank's own.
+
+    """
+
+    def __init__(self, counts_rows: bool) -> None:
+        self._counts_rows = counts_rows
+        self._stats = DHiSparseStats()
+        self._fetched = 0
+
+    def take_stats(self) -> DHiSparseStats | None:
+        """Return the counters for /metrics, and start again."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, DHiSparseStats()
+        return stats
+
+    def take_fetched(self) -> int:
+        """Return the rows fetched for decode and verify, and start again."""
+        fetched, self._fetched = self._fetched, 0
+        return fetched
+
+    def add_resident(self, selected: torch.Tensor, metadata: DHiSparseMetadata) -> None:
+        """Count one index group's selection where all rows are in vLLM's own blocks.
+
+        Args:
+            selected: [num_tokens, index_topk] int32, -1 = unused place.
+            metadata: the batch.
+
+        """
+        rows = (selected >= 0).sum(dim=1)
+        is_prefill = metadata.is_prefill[metadata.token_request]
+        counts = torch.zeros(len(Phase), len(Tier), dtype=torch.int64)
+        counts[Phase.PREFILL, Tier.TAIL] = rows[is_prefill].sum()
+        counts[Phase.GENERATION, Tier.TAIL] = rows[~is_prefill].sum()
+        self._add_rows(counts, torch.zeros(len(Phase), dtype=torch.int64), metadata)
+
+    def add_resolution(
+        self,
+        resolution: Resolution,
+        metadata: DHiSparseMetadata,
+        place: LatentLayer,
+        row_bytes: int,
+    ) -> None:
+        """Count one index group's step: rows by tier, and the bytes all its layers move."""
+        self._add_rows(resolution.selected, resolution.fetched, metadata)
+        self._fetched += int(resolution.fetched[Phase.GENERATION])
+        layer_bytes = place.followers * row_bytes
+        moved = {
+            "host_to_device": int(resolution.fetched.sum()) * layer_bytes,
+            "device_to_host": metadata.num_actual_tokens * layer_bytes,
+        }
+        for direction, amount in moved.items():
+            self._stats.add(TRANSFER_BYTES.key(direction), amount)
+
+    def add_restored(self, num_bytes: int) -> None:
+        """Count bytes of spans that were restored outside any step's plan."""
+        self._stats.add(TRANSFER_BYTES.key("host_to_device"), num_bytes)
+
+    def _add_rows(
+        self, selected: torch.Tensor, fetched: torch.Tensor, metadata: DHiSparseMetadata
+    ) -> None:
+        if not self._counts_rows:
+            return
+        generation = "verify" if metadata.verifies else "decode"
+        for phase in Phase:
+            name = "prefill" if phase is Phase.PREFILL else generation
+            for tier, amount in zip(Tier, selected[phase].tolist(), strict=True):
+                self._stats.add(SELECTED_ROWS.key(tier.name.lower(), name), amount)
+            self._stats.add(FETCHED_ROWS.key(name), int(fetched[phase]))
