@@ -1,0 +1,193 @@
+"""The residency controller: how many free blocks become row cache in this step.
+
+It decides from plain numbers seen at the end of a scheduler step and keeps no state:
+what it has to remember is handed back to it. It is level-triggered, so a missed or a
+repeated call does no harm.
+
+Memory goes back without it. An optional unit is free to vLLM, which takes the blocks in
+the step that needs them; ``Ledger.refill_reserve``, called each step with the same
+``head_reserve_blocks``, gives up the oldest units so that this costs no cached prefix.
+What is decided here is only when, and how fast, the row cache grows again.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, TypeAlias
+
+from vllm_dhisparse.core.page_plan import LATENT_BLOCK_TOKENS
+
+ResidencyState: TypeAlias = Literal["grow", "hold", "shrink", "reclaim"]
+"""``grow``: units are adopted. ``hold``: nothing changes. ``shrink``: optional units stand
+where the next steps or the next request will allocate. ``reclaim``: the pool has taken
+optional units back."""
+
+
+class Pressure(NamedTuple):
+    """What is seen at the end of a scheduler step.
+
+    ``total_blocks``, ``free_blocks``: of the pool; blocks of optional units are free.
+    ``blocks_per_unit``: latent KV groups.
+    ``tail_units``, ``required_units``, ``optional_units``: units by state.
+    ``lost_units``: optional units that the pool took back since the last ``reconcile``;
+    units given up by the ledger are not among them.
+    ``waiting_blocks``: what the next waiting request requires; 0 = none waits, or what it
+    waits for is not blocks.
+    ``growth_blocks``: what the running requests may allocate in a step.
+    ``fetched_rows``: rows fetched in the last reported step, mean over the index groups.
+    ``restorable_units``: 64-row spans of running requests' history that are on no unit.
+    """
+
+    total_blocks: int
+    free_blocks: int
+    blocks_per_unit: int
+    tail_units: int
+    required_units: int
+    optional_units: int
+    lost_units: int
+    waiting_blocks: int
+    growth_blocks: int
+    fetched_rows: int
+    restorable_units: int
+
+
+class Targets(NamedTuple):
+    """What to do in this step.
+
+    ``adopt_units``: free blocks to turn into optional units; the pool may have fewer that
+    cost no cached prefix. ``restore_units``: how many of them are filled from the host at
+    once, the others fill by misses. ``state``: for people and metrics.
+    """
+
+    adopt_units: int
+    restore_units: int
+    state: ResidencyState
+
+
+class History(NamedTuple):
+    """What one ``reconcile`` leaves for the next.
+
+    ``is_growing``: spare memory was above the high watermark, and not at the low one since.
+    ``dwell_left_steps``: steps until growth may start again after pressure.
+    """
+
+    is_growing: bool = False
+    dwell_left_steps: int = 0
+
+
+class Decision(NamedTuple):
+    """Targets of this step, and the history to hand to the next ``reconcile``."""
+
+    targets: Targets
+    history: History
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyController:
+    """Settings and rules of optional residency.
+
+    Attributes:
+        head_reserve_blocks: plain free blocks at the head of vLLM's free queue, as many as
+            one scheduler step can take. vLLM reuses blocks from the head and released
+            units join the tail, so without it optional units would outlive cached
+            prefixes (19 % fewer prefix-hit tokens in a measured mix).
+        growth_horizon_steps: steps of the running requests' growth kept free of optional
+            units: the steps in flight and the one being scheduled, twice.
+        dwell_steps: steps without pressure before growth starts again. Pressure is never
+            delayed, so growth reverses at most once in this time.
+        low_watermark_ratio: growth ends when spare memory is this share of the pool.
+        high_watermark_ratio: growth starts when it is above this share. The gap keeps
+            small changes of load from starting it.
+        adopt_units_per_step: bound on adoption, since adopting costs the scheduler time.
+        restore_rows_per_step: rows that may cross the host link in a step before
+            restoring counts as disturbing it; misses come first.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it.
+
+    """
+
+    head_reserve_blocks: int
+    growth_horizon_steps: int = 4
+    dwell_steps: int = 16
+    low_watermark_ratio: float = 0.01
+    high_watermark_ratio: float = 0.03
+    adopt_units_per_step: int = 32
+    restore_rows_per_step: int = 2048
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_ratio = field.name.endswith("_ratio")
+            kinds: tuple[type, ...] = (int, float) if is_ratio else (int,)
+            top = 1.0 if is_ratio else float("inf")
+            is_number = isinstance(value, kinds) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= top:
+                wanted = "a share from 0 to 1" if is_ratio else "a whole number, 0 or more"
+                raise ValueError(f"{field.name} must be {wanted}; got {value!r}")
+        if self.low_watermark_ratio > self.high_watermark_ratio:
+            raise ValueError(
+                f"low_watermark_ratio must not be above high_watermark_ratio;"
+                f" got {self.low_watermark_ratio} and {self.high_watermark_ratio}"
+            )
+
+    def adoptable_blocks(self, seen: Pressure) -> int:
+        """Return free blocks that are truly spare; negative when optional units overlap.
+
+        Spare is what neither optional units nor one step (the head reserve) nor the next
+        request and the next steps of the running ones (the growth reserve) will use. So
+        growth never runs into the next admission.
+        """
+        growth_reserve_blocks = max(
+            seen.waiting_blocks, self.growth_horizon_steps * seen.growth_blocks
+        )
+        return (
+            seen.free_blocks
+            - seen.optional_units * seen.blocks_per_unit
+            - self.head_reserve_blocks
+            - growth_reserve_blocks
+        )
+
+    def reconcile(self, seen: Pressure, history: History) -> Decision:
+        """Decide this step from what is seen; equal arguments give an equal decision.
+
+        Growth starts above the high watermark, once ``dwell_steps`` have passed without
+        pressure, and ends at the low one; in between it goes on as it was. Nothing is
+        adopted while a request waits.
+        """
+        _check(seen)
+        adoptable = self.adoptable_blocks(seen)
+        is_pressed = seen.lost_units > 0 or adoptable < 0
+        dwell_left = self.dwell_steps if is_pressed else max(0, history.dwell_left_steps - 1)
+        floor = int(self.low_watermark_ratio * seen.total_blocks)
+        start = self.high_watermark_ratio * seen.total_blocks
+        is_growing = (
+            not is_pressed
+            and not dwell_left
+            and adoptable > (floor if history.is_growing else start)
+        )
+        adopted = restored = 0
+        if is_growing and not seen.waiting_blocks:
+            adopted, restored = self._growth(seen, (adoptable - floor) // seen.blocks_per_unit)
+        state: ResidencyState = "grow" if adopted else "hold"
+        if is_pressed:
+            state = "reclaim" if seen.lost_units else "shrink"
+        return Decision(Targets(adopted, restored, state), History(is_growing, dwell_left))
+
+    def _growth(self, seen: Pressure, room_units: int) -> tuple[int, int]:
+        """Units to adopt and to restore in a step that may grow.
+
+        Misses fill a unit, so more than the rows fetched in a step would stand empty, and
+        where nothing is missed the cache is large enough. Restoring has what the misses
+        leave of the link.
+        """
+        missed = -(-seen.fetched_rows // LATENT_BLOCK_TOKENS)
+        idle_rows = max(0, self.restore_rows_per_step - seen.fetched_rows)
+        restored = min(seen.restorable_units, idle_rows // LATENT_BLOCK_TOKENS)
+        adopted = min(missed + restored, room_units, self.adopt_units_per_step)
+        return adopted, min(restored, adopted)
+
+
+def _check(seen: Pressure) -> None:
+    assert min(seen) >= 0, "a negative level"
+    assert seen.blocks_per_unit > 0
+    assert seen.free_blocks <= seen.total_blocks
+    assert seen.optional_units * seen.blocks_per_unit <= seen.free_blocks, "optional is not free"
