@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from vllm_dhisparse.core.controller import ResidencyController
+
 RESIDENCIES = ("resident", "fixed", "adaptive")
 
 
@@ -26,6 +28,10 @@ class DHiSparseConfig:
         base_rows_per_request: the same under ``adaptive``. Default: index_topk.
         staging_rows: rows of one layer that a step can read at once, at least index_topk;
             larger unions are served in passes. Default: 2 x max_num_seqs x index_topk.
+        head_reserve_blocks, dwell_steps, low_watermark_ratio, high_watermark_ratio,
+        adopt_units_per_step, restore_rows_per_step: of ``adaptive``, see
+            `core.controller.ResidencyController`. Default of ``head_reserve_blocks``: what
+            one scheduler step can take.
         huge_pages: whether the host pool asks for 2 MiB pages.
 
     Raises:
@@ -38,6 +44,12 @@ class DHiSparseConfig:
     fixed_rows_per_request: int | None = None
     base_rows_per_request: int | None = None
     staging_rows: int | None = None
+    head_reserve_blocks: int | None = None
+    dwell_steps: int = 16
+    low_watermark_ratio: float = 0.01
+    high_watermark_ratio: float = 0.03
+    adopt_units_per_step: int = 32
+    restore_rows_per_step: int = 2048
     huge_pages: bool = True
 
     def __post_init__(self) -> None:
@@ -50,8 +62,24 @@ class DHiSparseConfig:
         _require_number("fixed_rows_per_request", self.fixed_rows_per_request, (int,), above=-1)
         _require_number("base_rows_per_request", self.base_rows_per_request, (int,), above=-1)
         _require_number("staging_rows", self.staging_rows, (int,), above=0)
+        _require_number("head_reserve_blocks", self.head_reserve_blocks, (int,), above=-1)
+        try:
+            self.controller(head_reserve_blocks=0)
+        except ValueError as error:
+            raise ValueError(f"dhisparse.{error}") from error
         if not isinstance(self.huge_pages, bool):
             raise ValueError(f"dhisparse.huge_pages must be true or false; got {self.huge_pages!r}")
+
+    def controller(self, head_reserve_blocks: int) -> ResidencyController:
+        """Return the controller of ``adaptive`` with these settings."""
+        return ResidencyController(
+            head_reserve_blocks=head_reserve_blocks,
+            dwell_steps=self.dwell_steps,
+            low_watermark_ratio=self.low_watermark_ratio,
+            high_watermark_ratio=self.high_watermark_ratio,
+            adopt_units_per_step=self.adopt_units_per_step,
+            restore_rows_per_step=self.restore_rows_per_step,
+        )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any] | None) -> "DHiSparseConfig":

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from vllm_dhisparse.core.block_source import BlockSource
 from vllm_dhisparse.core.commands import Command, UnitAdded, UnitLost, UnitMoved, UnitState
-from vllm_dhisparse.core.history import History, Span
+from vllm_dhisparse.core.spans import MissingSpans, Span
 
 LedgerResidency: TypeAlias = Literal["fixed", "adaptive"]
 
@@ -39,7 +39,7 @@ class Ledger:
         residency: ``adaptive`` keeps full tails and released shares as optional
             units; ``fixed`` frees them, so that required units are all there is.
         log: where the commands go, in the order things happen.
-        history: told which spans of running requests lose their unit.
+        missing: told which spans of running requests lose their unit.
 
     """
 
@@ -50,7 +50,7 @@ class Ledger:
         base_units: int,
         residency: LedgerResidency,
         log: list[Command],
-        history: History | None = None,
+        missing: MissingSpans | None = None,
     ) -> None:
         assert num_groups > 0
         assert base_units >= 0
@@ -67,7 +67,7 @@ class Ledger:
         self._required: dict[int, None] = {}
         self._optional: dict[int, None] = {}
         self._optional_of_block: dict[int, int] = {}
-        self._history = history or History()
+        self._missing = MissingSpans() if missing is None else missing
         # what an optional or required unit was filled with, as long as nothing replaced it all
         self._span_of_unit: dict[int, Span] = {}
         self._num_reclaimed = 0
@@ -99,7 +99,7 @@ class Ledger:
         """
         assert request_id not in self._tails
         self._tails[request_id] = {}
-        self._history.start(request_id)
+        self._missing.start(request_id)
         self._require(self.base_units)
 
     def set_base_units(self, base_units: int) -> None:
@@ -163,7 +163,7 @@ class Ledger:
         tail = self._tails.pop(request_id, None)
         if tail is None:
             return
-        self._history.end(request_id)
+        self._missing.end(request_id)
         for unit in tail.values():
             self._retire(unit)
         self._release_required(self.base_units)
@@ -329,7 +329,7 @@ class Ledger:
         self._log.append(UnitLost(unit))
         span = self._span_of_unit.pop(unit, None)
         if span is not None:
-            self._history.miss([span])
+            self._missing.miss([span])
 
     def _forget_optional(self, unit: int) -> None:
         del self._optional[unit]

@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from vllm_dhisparse.core.commands import StepCommands
 from vllm_dhisparse.core.controller import ResidencyController
+from vllm_dhisparse.integration.adaptation import adaptation_stats, controller_for
 from vllm_dhisparse.integration.geometry import geometry
 from vllm_dhisparse.integration.host_budget import HOST_PAGES
 from vllm_dhisparse.integration.refusals import dhisparse_config
@@ -52,7 +53,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Rows that one worker fetched for decode and verify since its last report."""
+    """Rows that a worker fetched for decode and verify in a step, mean over index groups."""
 
     fetched_rows: int
 
@@ -75,6 +76,11 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_state: WorkerState | None = None
         self._controller: ResidencyController | None = None
         self._fetched_rows = 0
+        self._adaptations = DHiSparseStats()
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._kv_cache_config.kv_cache_tensors[0].size // self._kv_cache_config.num_blocks
 
     @property
     def _num_pages(self) -> int:
@@ -122,7 +128,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerReport:
         """Return what the scheduler's controller needs to know of this step."""
-        return WorkerReport(self.counters.take_fetched())
+        groups = 1 if self._worker_state is None else self._worker_state.tables.sizes.index_groups
+        return WorkerReport(self.counters.take_fetched() // groups)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to load."""
@@ -150,6 +157,11 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
                 "adaptive" if self._config.residency == "adaptive" else "fixed",
                 self._vllm_config.max_in_flight_tokens,
                 self._vllm_config.num_lookahead_tokens,
+            )
+        if self._config.residency == "adaptive":
+            assert self._scheduler_state is not None
+            self._controller = controller_for(
+                self._config, self._vllm_config, self._scheduler_state
             )
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -182,7 +194,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         if self._controller is not None:
             done = state.adapt(self._controller, scheduler_output, self._fetched_rows)
             self._fetched_rows = 0
-            self._scheduler_stats.aggregate(adaptation_stats(done, self._unit_bytes))
+            unit_bytes = self._block_bytes * state.ledger.num_groups
+            self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
         return StepMetadata(state.take_commands())
 
     def request_finished(
@@ -203,7 +216,9 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what happened since the last call."""
         if self.role is KVConnectorRole.SCHEDULER:
             assert self._kv_cache_manager is not None
-            return DHiSparseStats({"counters": {}, "gauges": self._levels(self._kv_cache_manager)})
+            stats, self._adaptations = self._adaptations, DHiSparseStats()
+            stats.data["gauges"].update(self._levels(self._kv_cache_manager))
+            return stats
         return self.counters.take_stats()
 
     def _levels(self, manager: "KVCacheManager") -> dict[str, float]:

@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_dhisparse.core.history import Span
+from vllm_dhisparse.core.spans import Span
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         hit = self._hit_blocks.get(request_id, 0)
         if hit and num_processed_tokens > hit * self.block_size:
             del self._hit_blocks[request_id]
-            self._bound_state().history.miss(Span(request_id, i) for i in range(hit))
+            self._bound_state().missing.miss(Span(request_id, i) for i in range(hit))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """End the request, however it ends, and return its tail blocks."""

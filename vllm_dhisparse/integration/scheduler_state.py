@@ -11,14 +11,10 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_dhisparse.core.commands import Command, SpanRestored, StepCommands, UnitState
-from vllm_dhisparse.core.controller import (
-    DecisionHistory,
-    Pressure,
-    ResidencyController,
-)
-from vllm_dhisparse.core.history import History
+from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
 from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
+from vllm_dhisparse.core.spans import MissingSpans
 from vllm_dhisparse.integration.block_source import PoolBlockSource
 from vllm_dhisparse.integration.kv_spec import is_indexer_spec
 from vllm_dhisparse.integration.manager import DHiSparseManager
@@ -79,21 +75,21 @@ class SchedulerState:
         spec = latent[0].kv_cache_spec
         self.page_tokens: int = self._address.block_size
         self._block_tokens: int = latent[0].block_size
-        self._decisions = DecisionHistory()
+        self._decisions = History()
         self.max_tail_blocks: int = spec.max_tail_blocks(
             max_in_flight_tokens, num_lookahead_tokens, kv_cache_manager.max_model_len
         )
         self._step = 0
         self._log: list[Command] = []
         self._source = PoolBlockSource(self._pool)
-        self.history = History()
+        self.missing = MissingSpans()
         self.ledger = Ledger(
             self._source,
             len(latent),
             spec.base_units_per_request,
             residency,
             self._log,
-            self.history,
+            self.missing,
         )
         self.pages = PageAllocator(self._source, num_pages, self._log)
         self._indexer_groups = len(indexer)
@@ -167,9 +163,9 @@ class SchedulerState:
             optional_units=levels.optional_units,
             lost_units=reclaimed,
             waiting_blocks=next(iter(self._considered.values()), 0),
-            growth_blocks=self._growth_blocks(scheduler_output.total_num_scheduled_tokens),
+            growth_blocks=self.growth_blocks(scheduler_output.total_num_scheduled_tokens),
             fetched_rows=fetched_rows,
-            restorable_units=len(self.history),
+            restorable_units=len(self.missing),
         )
         self._considered.clear()
         targets, self._decisions = controller.reconcile(seen, self._decisions)
@@ -189,14 +185,14 @@ class SchedulerState:
             given_up,
         )
 
-    def _growth_blocks(self, num_tokens: int) -> int:
+    def growth_blocks(self, num_tokens: int) -> int:
         """Blocks that a step of so many tokens may take in all groups."""
         latent = cdiv(num_tokens, self._block_tokens) * self.ledger.num_groups
         return latent + cdiv(num_tokens, self.page_tokens) * self._indexer_groups
 
     def _restore(self, units: Sequence[int]) -> int:
         """Fill empty units with the newest spans that are on no unit; return how many."""
-        spans = self.history.take(len(units))
+        spans = self.missing.take(len(units))
         for unit, span in zip(units, spans, strict=False):
             first_token = span.position * self._block_tokens
             table = self._address.req_to_blocks[span.request_id]

@@ -11,7 +11,7 @@ class Span(NamedTuple):
     position: int
 
 
-class History:
+class MissingSpans:
     """Spans that could be restored: their rows are in host memory and nowhere else whole.
 
     A span comes in when the unit that held it is lost, or when a prefix hit starts
