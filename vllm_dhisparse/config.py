@@ -19,8 +19,8 @@ class DHiSparseConfig:
             ``fixed``: in host memory, with a constant number of rows on the device for
             each running request (the HiSparse baseline).
         host_pool_gib: host memory for the history, of the whole engine. Default: half of
-            the available memory, at most what ``max_num_seqs`` requests of
-            ``max_model_len`` tokens need.
+            the memory that vLLM's KV cache leaves, at most what ``max_num_seqs`` requests
+            of ``max_model_len`` tokens need.
         fixed_rows_per_request: rows on the device per running request under ``fixed``,
             rounded up to whole units of 64. Default: 2 x index_topk.
         staging_rows: rows of one layer that a step can read at once, at least index_topk;
