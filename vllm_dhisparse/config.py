@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 RESIDENCIES = ("resident", "fixed")
@@ -80,6 +81,6 @@ def _require_number(name: str, value: Any, types: tuple[type, ...], above: int) 
     if value is None:
         return
     is_number = isinstance(value, types) and not isinstance(value, bool)
-    if not is_number or not float(value) > above:
+    if not is_number or not isfinite(value) or value <= above:
         kind = "a number" if float in types else "a whole number"
         raise ValueError(f"dhisparse.{name} must be {kind} above {above}; got {value!r}")
