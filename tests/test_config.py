@@ -17,6 +17,7 @@ def test_defaults_suffice():
         ({"host_pool_gib": 0}, "dhisparse.host_pool_gib must be a number above 0; got 0"),
         ({"host_pool_gib": "8"}, "dhisparse.host_pool_gib must be a number above 0; got '8'"),
         ({"host_pool_gib": float("nan")}, "dhisparse.host_pool_gib must be a number above 0"),
+        ({"host_pool_gib": float("inf")}, "dhisparse.host_pool_gib must be a number above 0"),
         ({"staging_rows": 2.5}, "dhisparse.staging_rows must be a whole number above 0; got 2.5"),
         ({"staging_rows": True}, "dhisparse.staging_rows must be a whole number above 0"),
         ({"fixed_rows_per_request": -1}, "fixed_rows_per_request must be a whole number above -1"),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 from vllm_dhisparse.core.controller import ResidencyController
@@ -21,8 +22,8 @@ class DHiSparseConfig:
             each running request (the HiSparse baseline). ``adaptive``: the same with a
             smaller constant, plus memory that is spare, given back under pressure.
         host_pool_gib: host memory for the history, of the whole engine. Default: half of
-            the available memory, at most what ``max_num_seqs`` requests of
-            ``max_model_len`` tokens need.
+            the memory that vLLM's KV cache leaves, at most what ``max_num_seqs`` requests
+            of ``max_model_len`` tokens need.
         fixed_rows_per_request: rows on the device per running request under ``fixed``,
             rounded up to whole units of 64. Default: 2 x index_topk.
         base_rows_per_request: the same under ``adaptive``. Default: index_topk.
@@ -106,6 +107,6 @@ def _require_number(name: str, value: Any, types: tuple[type, ...], above: int) 
     if value is None:
         return
     is_number = isinstance(value, types) and not isinstance(value, bool)
-    if not is_number or not float(value) > above:
+    if not is_number or not isfinite(value) or value <= above:
         kind = "a number" if float in types else "a whole number"
         raise ValueError(f"dhisparse.{name} must be {kind} above {above}; got {value!r}")

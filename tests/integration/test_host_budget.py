@@ -18,6 +18,7 @@ def vllm_config(**parallel):
         parallel_config=SimpleNamespace(**sizes),
         model_config=SimpleNamespace(max_model_len=1000),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=0, gpu_memory_utilization=0.9),
         num_lookahead_tokens=0,
     )
 
@@ -52,6 +53,24 @@ def test_the_default_is_half_of_the_memory_and_no_more_than_requests_use(
     assert host_pages(config, DHiSparseConfig(), geometry()) == pages
 
 
+@pytest.mark.parametrize(("ranks", "pages"), [(1, 16), (2, 4)])
+def test_the_default_leaves_room_for_the_kv_cache_in_the_same_memory(monkeypatch, ranks, pages):
+    monkeypatch.setattr(host_budget, "available_bytes", lambda: 48 * 2**20)
+    config = vllm_config(tensor_parallel_size=ranks)
+    config.model_config.max_model_len = 500
+    config.scheduler_config.max_num_seqs = 8
+    config.cache_config.kv_cache_memory_bytes = 16 * 2**20
+    assert host_pages(config, DHiSparseConfig(), geometry()) == pages
+
+
+def test_without_a_size_the_kv_cache_takes_its_share_of_the_machine(monkeypatch):
+    machine = SimpleNamespace(total=1000)
+    monkeypatch.setattr(host_budget.psutil, "virtual_memory", lambda: machine)
+    config = vllm_config(tensor_parallel_size=2)
+    config.cache_config.kv_cache_memory_bytes = None
+    assert host_budget.kv_cache_bytes(config) == 900
+
+
 def test_a_machine_too_small_for_one_request_is_refused(monkeypatch):
     monkeypatch.setattr(host_budget, "available_bytes", lambda: GIB // 128)
     with pytest.raises(ValueError, match=r"raise dhisparse\.host_pool_gib to at least"):
@@ -67,6 +86,22 @@ def test_a_machine_too_small_for_one_request_is_refused(monkeypatch):
             {
                 "memory/memory.limit_in_bytes": "500",
                 "memory/memory.usage_in_bytes": "100",
+            },
+            400,
+        ),
+        (
+            {
+                "memory.max": "3000",
+                "memory.current": "2900",
+                "memory.stat": "anon 400\nfile 2500\ninactive_file 2000\n",
+            },
+            2100,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "500",
+                "memory/memory.usage_in_bytes": "400",
+                "memory/memory.stat": "inactive_file 7\ntotal_inactive_file 300\n",
             },
             400,
         ),

@@ -20,6 +20,11 @@ def refused(model, **options):
     [
         ({"block_size": 32}, "--block-size 32: a latent block holds 64 rows; remove the option"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not one of auto, bfloat16"),
+        (
+            {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
+            "--kv-cache-dtype bfloat16: rows keep the model's dtype, here float32",
+        ),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size puts a KV connector of vLLM's in"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported"),
         (
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
@@ -32,6 +37,15 @@ def refused(model, **options):
                 )
             },
             "KV connector ExampleConnector cannot run beside DHiSparseConnector",
+        ),
+        (
+            {
+                "kv_transfer_config": KVTransferConfig(
+                    kv_connector="DHiSparseConnector", kv_role="kv_both"
+                ),
+                "attention_backend": None,
+            },
+            "KV connector DHiSparseConnector works with --attention-backend DHISPARSE only",
         ),
         (
             {"disable_hybrid_kv_cache_manager": True},

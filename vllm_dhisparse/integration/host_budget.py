@@ -1,7 +1,7 @@
 """How much host memory the history may take: decided once, where the engine starts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -18,6 +18,26 @@ HOST_PAGES = "dhisparse_host_pages"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class _Group(NamedTuple):
+    """Files of a control group's memory controller, and a line of its statistics."""
+
+    limit: str
+    usage: str
+    statistics: str
+    reclaimable: str
+
+
+_GROUPS = (
+    _Group("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    _Group(
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
 def host_pages(vllm_config: "VllmConfig", config: DHiSparseConfig, sizes: Geometry) -> int:
     """Return the host pages of each tensor-parallel rank.
 
@@ -30,7 +50,9 @@ def host_pages(vllm_config: "VllmConfig", config: DHiSparseConfig, sizes: Geomet
     ranks = parallel.tensor_parallel_size
     max_len = vllm_config.model_config.max_model_len
     if config.host_pool_gib is None:
-        budget = available_bytes() // 2 // max(parallel.data_parallel_size_local, 1)
+        # The device of a CPU engine is the same memory, and vLLM has its share of it.
+        left = max(available_bytes() - kv_cache_bytes(vllm_config), 0)
+        budget = left // 2 // max(parallel.data_parallel_size_local, 1)
     else:
         budget = int(config.host_pool_gib * 2**30)
     pages = budget // (sizes.page_bytes * ranks)
@@ -42,19 +64,35 @@ def host_pages(vllm_config: "VllmConfig", config: DHiSparseConfig, sizes: Geomet
     return pages
 
 
+def kv_cache_bytes(vllm_config: "VllmConfig") -> int:
+    """Return what all CPU workers of this machine may take for their KV caches."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if cache.kv_cache_memory_bytes is None:
+        # Each worker takes this share of its memory node, for everything that it holds.
+        return int(psutil.virtual_memory().total * cache.gpu_memory_utilization)
+    workers = parallel.tensor_parallel_size * max(parallel.data_parallel_size_local, 1)
+    return int(workers * cache.kv_cache_memory_bytes)
+
+
 def available_bytes(cgroup: Path = _CGROUP) -> int:
     """Return the memory this process could still use, its control group's limit included."""
     available = psutil.virtual_memory().available
-    files = [
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ]
-    for limit_file, usage_file in files:
+    for group in _GROUPS:
         try:
-            limit = (cgroup / limit_file).read_text().strip()
-            usage = int((cgroup / usage_file).read_text())
+            limit = (cgroup / group.limit).read_text().strip()
+            usage = int((cgroup / group.usage).read_text())
         except OSError:
             continue
         if limit != "max":
+            usage -= _reclaimable_bytes(cgroup / group.statistics, group.reclaimable)
             available = min(available, max(int(limit) - usage, 0))
     return int(available)
+
+
+def _reclaimable_bytes(statistics: Path, name: str) -> int:
+    """Return the use that ends when someone needs the memory: files once read, as weights."""
+    try:
+        lines = statistics.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)

@@ -13,7 +13,11 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
 from vllm_dhisparse.integration.compat import unsupported_reason
 from vllm_dhisparse.integration.names import LATENT_BLOCK_TOKENS
-from vllm_dhisparse.integration.refusals import dhisparse_config, refuse_unsupported
+from vllm_dhisparse.integration.refusals import (
+    dhisparse_config,
+    refuse_connector_alone,
+    refuse_unsupported,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,6 +62,8 @@ class DHiSparseCpuPlatform(CpuPlatform):
             if reason := unsupported_reason():
                 raise ValueError(reason)
             refuse_unsupported(vllm_config)
+        else:
+            refuse_connector_alone(vllm_config)
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         # Stock vLLM's CPU kernels for dense MLA need blocks of 16 tokens and whole
         # prompts. Ours do not, so these settings stay as the user (or vLLM) chose them.

@@ -36,6 +36,18 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         )
 
 
+def refuse_connector_alone(vllm_config: "VllmConfig") -> None:
+    """Raise a ValueError where the user names the connector without the backend.
+
+    A drafter's configuration, which has no backend either, comes with a speculation.
+    """
+    if vllm_config.speculative_config is None:
+        raise ValueError(
+            f"KV connector {CONNECTOR} works with --attention-backend DHISPARSE only, which "
+            "brings it along; replace --kv-transfer-config by that option"
+        )
+
+
 def _model(vllm_config: "VllmConfig") -> list[str]:
     model = vllm_config.model_config
     if model is None:
@@ -64,6 +76,11 @@ def _memory(vllm_config: "VllmConfig") -> list[str]:
         reasons.append(
             f"--kv-cache-dtype {cache.cache_dtype} is not one of {', '.join(KV_CACHE_DTYPES)}"
         )
+    elif cache.cache_dtype != "auto" and _dtype(vllm_config) not in (None, cache.cache_dtype):
+        reasons.append(
+            f"--kv-cache-dtype {cache.cache_dtype}: rows keep the model's dtype, here "
+            f"{_dtype(vllm_config)}; remove the option"
+        )
     if cache.user_specified_block_size and cache.block_size != LATENT_BLOCK_TOKENS:
         reasons.append(
             f"--block-size {cache.block_size}: a latent block holds {LATENT_BLOCK_TOKENS} rows; "
@@ -74,12 +91,23 @@ def _memory(vllm_config: "VllmConfig") -> list[str]:
             f"KV connector {transfer.kv_connector} cannot run beside {CONNECTOR}; "
             "remove --kv-transfer-config"
         )
+    if cache.kv_offloading_size is not None:
+        reasons.append(
+            "--kv-offloading-size puts a KV connector of vLLM's in the place of "
+            f"{CONNECTOR}; remove it"
+        )
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         reasons.append(
             "latent and indexer layers need KV groups of their own; "
             "remove --disable-hybrid-kv-cache-manager"
         )
     return reasons
+
+
+def _dtype(vllm_config: "VllmConfig") -> str | None:
+    """Return the name of the model's dtype, None without a model."""
+    model = vllm_config.model_config
+    return None if model is None else str(model.dtype).removeprefix("torch.")
 
 
 def _parallelism(vllm_config: "VllmConfig") -> list[str]:
