@@ -59,11 +59,11 @@ class DHiSparseConfig:
                 f"dhisparse.residency must be one of: {', '.join(RESIDENCIES)}; "
                 f"got {self.residency!r}"
             )
-        _require_number("host_pool_gib", self.host_pool_gib, (int, float), above=0)
-        _require_number("fixed_rows_per_request", self.fixed_rows_per_request, (int,), above=-1)
-        _require_number("base_rows_per_request", self.base_rows_per_request, (int,), above=-1)
-        _require_number("staging_rows", self.staging_rows, (int,), above=0)
-        _require_number("head_reserve_blocks", self.head_reserve_blocks, (int,), above=-1)
+        _require_positive("host_pool_gib", self.host_pool_gib)
+        _require_whole("fixed_rows_per_request", self.fixed_rows_per_request, least=0)
+        _require_whole("base_rows_per_request", self.base_rows_per_request, least=0)
+        _require_whole("staging_rows", self.staging_rows, least=1)
+        _require_whole("head_reserve_blocks", self.head_reserve_blocks, least=0)
         try:
             self.controller(head_reserve_blocks=0)
         except ValueError as error:
@@ -103,10 +103,15 @@ class DHiSparseConfig:
         return cls(**settings)
 
 
-def _require_number(name: str, value: Any, types: tuple[type, ...], above: int) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, types) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or value <= above:
-        kind = "a number" if float in types else "a whole number"
-        raise ValueError(f"dhisparse.{name} must be {kind} above {above}; got {value!r}")
+def _require_positive(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and isfinite(value) and value > 0):
+        raise ValueError(f"dhisparse.{name} must be a number above 0; got {value!r}")
+
+
+def _require_whole(name: str, value: Any, least: int) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_whole and value >= least):
+        raise ValueError(
+            f"dhisparse.{name} must be a whole number of at least {least}; got {value!r}"
+        )

@@ -2,12 +2,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.core.page_plan import plan_pages
 from vllm_dhisparse.integration import host_budget
 from vllm_dhisparse.integration.geometry import Geometry
-from vllm_dhisparse.integration.host_budget import available_bytes, host_pages
+from vllm_dhisparse.integration.host_budget import available_bytes, host_pages, refuse_small_pool
 
 GIB = 2**30
 
@@ -23,22 +24,24 @@ def vllm_config(**parallel):
     )
 
 
-def geometry():
+def geometry(**settings):
     """Pages of 128 tokens, 64 KiB in each of 16 layers: 1 MiB."""
-    return Geometry(128, 512, 16, 64, plan_pages(512, 256), 2)
+    return Geometry(
+        DHiSparseConfig(**settings), 128, torch.float32, 16, plan_pages(512, 256), 2, 64
+    )
 
 
 def test_a_given_pool_is_used_whole():
-    sizes = geometry()
+    sizes = geometry(host_pool_gib=1)
     assert sizes.page_bytes == 128 * 512 * 16
-    pages = host_pages(vllm_config(), DHiSparseConfig(host_pool_gib=1), sizes)
+    pages = host_pages(vllm_config(), sizes)
     assert pages == GIB // sizes.page_bytes
 
 
 def test_tensor_parallel_ranks_share_the_pool():
-    config = DHiSparseConfig(host_pool_gib=1)
-    one = host_pages(vllm_config(), config, geometry())
-    assert host_pages(vllm_config(tensor_parallel_size=4), config, geometry()) == one // 4
+    sizes = geometry(host_pool_gib=1)
+    one = host_pages(vllm_config(), sizes)
+    assert host_pages(vllm_config(tensor_parallel_size=4), sizes) == one // 4
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_the_default_is_half_of_the_memory_and_no_more_than_requests_use(
 ):
     monkeypatch.setattr(host_budget, "available_bytes", lambda: available)
     config = vllm_config(data_parallel_size_local=engines)
-    assert host_pages(config, DHiSparseConfig(), geometry()) == pages
+    assert host_pages(config, geometry()) == pages
 
 
 @pytest.mark.parametrize(("ranks", "pages"), [(1, 16), (2, 4)])
@@ -60,7 +63,7 @@ def test_the_default_leaves_room_for_the_kv_cache_in_the_same_memory(monkeypatch
     config.model_config.max_model_len = 500
     config.scheduler_config.max_num_seqs = 8
     config.cache_config.kv_cache_memory_bytes = 16 * 2**20
-    assert host_pages(config, DHiSparseConfig(), geometry()) == pages
+    assert host_pages(config, geometry()) == pages
 
 
 def test_without_a_size_the_kv_cache_takes_its_share_of_the_machine(monkeypatch):
@@ -71,10 +74,16 @@ def test_without_a_size_the_kv_cache_takes_its_share_of_the_machine(monkeypatch)
     assert host_budget.kv_cache_bytes(config) == 900
 
 
-def test_a_machine_too_small_for_one_request_is_refused(monkeypatch):
-    monkeypatch.setattr(host_budget, "available_bytes", lambda: GIB // 128)
+def test_a_given_pool_too_small_for_one_request_is_refused():
     with pytest.raises(ValueError, match=r"raise dhisparse\.host_pool_gib to at least"):
-        host_pages(vllm_config(), DHiSparseConfig(), geometry())
+        host_pages(vllm_config(), geometry(host_pool_gib=1 / 256))
+
+
+def test_a_machine_too_small_is_left_to_the_engine_to_refuse(monkeypatch):
+    monkeypatch.setattr(host_budget, "available_bytes", lambda: GIB // 128)
+    pages = host_pages(vllm_config(), geometry())
+    with pytest.raises(ValueError, match=r"raise dhisparse\.host_pool_gib to at least"):
+        refuse_small_pool(vllm_config(), geometry(), pages)
 
 
 @pytest.mark.parametrize(

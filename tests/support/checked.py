@@ -10,7 +10,7 @@ import torch
 from engine import kv_caches, running, scheduler
 from vllm import LLM
 
-from vllm_dhisparse.integration import attention, connector, worker_state
+from vllm_dhisparse.integration import connector, worker_state
 from vllm_dhisparse.runtime.host_pool import HostPool
 from vllm_dhisparse.runtime.ops import data_plane
 
@@ -45,7 +45,6 @@ def checked(
     every block and page must be back and the scheduler's books must balance.
     """
     plane = CheckedDataPlane(data_plane_name)
-    monkeypatch.setattr(attention, "data_plane", lambda _name: plane)
     monkeypatch.setattr(connector, "data_plane", lambda _name: plane)
     monkeypatch.setattr(worker_state, "HostPool", partial(HostPool, poisoned=True))
     settings = {"residency": "fixed"}

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
+UNIT_ROWS = 64
+"""Rows of a unit in every latent layer; also the tokens of a latent block."""
+
 
 class UnitState(IntEnum):
     """What a unit is for. Only its slots outside the tail are replaced."""

@@ -13,7 +13,7 @@ What is decided here is only when, and how fast, the row cache grows again.
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, TypeAlias
 
-from vllm_dhisparse.core.page_plan import LATENT_BLOCK_TOKENS
+from vllm_dhisparse.core.commands import UNIT_ROWS
 
 ResidencyState: TypeAlias = Literal["grow", "hold", "shrink", "reclaim"]
 """``grow``: units are adopted. ``hold``: nothing changes. ``shrink``: optional units stand
@@ -179,9 +179,9 @@ class ResidencyController:
         where nothing is missed the cache is large enough. Restoring has what the misses
         leave of the link.
         """
-        missed = -(-seen.fetched_rows // LATENT_BLOCK_TOKENS)
+        missed = -(-seen.fetched_rows // UNIT_ROWS)
         idle_rows = max(0, self.restore_rows_per_step - seen.fetched_rows)
-        restored = min(seen.restorable_units, idle_rows // LATENT_BLOCK_TOKENS)
+        restored = min(seen.restorable_units, idle_rows // UNIT_ROWS)
         adopted = min(missed + restored, room_units, self.adopt_units_per_step)
         return adopted, min(restored, adopted)
 

@@ -76,7 +76,7 @@ class Ledger:
     @property
     def max_units(self) -> int:
         """Unit numbers are below this."""
-        return self._source.num_blocks // self.num_groups
+        return max_units(self._source.num_blocks, self.num_groups)
 
     def levels(self) -> LedgerLevels:
         """Return what is held now; its cost grows with the running requests only."""
@@ -346,3 +346,8 @@ class Ledger:
 
     def _blocks_of(self, units: Iterable[int]) -> list[int]:
         return [block for unit in units for block in self._blocks[unit]]
+
+
+def max_units(num_blocks: int, num_groups: int) -> int:
+    """Return how many units a pool can hold; their numbers are below this."""
+    return num_blocks // num_groups

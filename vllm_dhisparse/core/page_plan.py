@@ -7,7 +7,7 @@ a multiple of the indexer's.
 
 from dataclasses import dataclass
 
-LATENT_BLOCK_TOKENS = 64
+from vllm_dhisparse.core.commands import UNIT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def plan_pages(
     for name, value in sizes.items():
         if value <= 0:
             raise ValueError(f"{name} must be positive, got {value}")
-    latent_page = LATENT_BLOCK_TOKENS * latent_row_bytes
-    indexer_page = LATENT_BLOCK_TOKENS * indexer_row_bytes
+    latent_page = UNIT_ROWS * latent_row_bytes
+    indexer_page = UNIT_ROWS * indexer_row_bytes
     smallest_draft_page = drafter_block_multiple * (drafter_row_bytes or 0)
     ratio = -(-max(latent_page, smallest_draft_page) // indexer_page)
     page = ratio * indexer_page
@@ -81,7 +81,7 @@ def plan_pages(
         raise ValueError(
             f"a draft page of {drafter_block_multiple} tokens x {drafter_row_bytes} B = "
             f"{smallest_draft_page} B does not fit beside latent pages of "
-            f"{LATENT_BLOCK_TOKENS} rows x {latent_row_bytes} B = {latent_page} B: every page "
+            f"{UNIT_ROWS} rows x {latent_row_bytes} B = {latent_page} B: every page "
             f"would have to be {page} B, more than twice the latent page. Raise "
             f"tensor_parallel_size, which splits the draft heads, or use a smaller drafter"
         )
@@ -89,10 +89,10 @@ def plan_pages(
     if drafter_row_bytes is not None:
         draft_block = page // drafter_row_bytes // drafter_block_multiple * drafter_block_multiple
     return PagePlan(
-        latent_block_tokens=LATENT_BLOCK_TOKENS,
+        latent_block_tokens=UNIT_ROWS,
         latent_page_bytes=latent_page,
         page_bytes=page,
-        indexer_block_tokens=ratio * LATENT_BLOCK_TOKENS,
+        indexer_block_tokens=ratio * UNIT_ROWS,
         drafter_block_tokens=draft_block,
     )
 

@@ -4,7 +4,6 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -14,12 +13,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from vllm_dhisparse.integration.connector import DHiSparseConnector
+from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
+from vllm_dhisparse.integration.layers import LayerPath
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata, DHiSparseMetadataBuilder
-from vllm_dhisparse.integration.names import BACKEND, KV_CACHE_DTYPES, LATENT_BLOCK_TOKENS
-from vllm_dhisparse.integration.worker_state import LatentLayer
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.integration.names import BACKEND, KV_CACHE_DTYPES
 
 
 class LatentPlan(NamedTuple):
@@ -61,7 +59,7 @@ class DHiSparseBackend(AttentionBackend):
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
         """Return whole latent blocks."""
-        return [MultipleOf(LATENT_BLOCK_TOKENS)]
+        return [MultipleOf(UNIT_ROWS)]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -131,9 +129,8 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         self.kv_lora_rank = kv_lora_rank
         self.is_leader = indexer is not None
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
-        self.ops = data_plane("cpu")
-        self.place: LatentLayer | None = None
-        """Set by the worker once the hierarchy stands; None under residency `resident`."""
+        self.path: LayerPath | None = None
+        """Set by this engine's connector once the KV cache stands."""
 
     def record_logical_topk_ready(self) -> None:
         """Do nothing: on CPU the selection is complete when the indexer returns."""
@@ -161,22 +158,11 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         if kv_cache.numel() == 0:
             return
         slots = slot_mapping.flatten()
+        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1)[: len(slots)].to(kv_cache.dtype)
         real = slots >= 0
-        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1)[: len(slots)][real]
-        slots = slots[real]
         block_size = kv_cache.shape[1]
-        kv_cache[slots // block_size, slots % block_size] = rows.to(kv_cache.dtype)
-        if self.place is not None:
-            self._publish(rows.to(kv_cache.dtype), slots, self.place)
-
-    def _publish(self, rows: torch.Tensor, slots: torch.Tensor, place: LatentLayer) -> None:
-        """Write the step's rows through to their home, and enter them in the map."""
-        state = worker_connector().worker_state
-        host_rows = state.address_metadata().host_rows
-        assert host_rows is not None
-        self.ops.publish(rows, host_rows, place.host)
-        if self.is_leader:
-            self.ops.enter(slots, place.latent_group, host_rows, state.tables, place.index_group)
+        kv_cache[slots[real] // block_size, slots[real] % block_size] = rows[real]
+        self._placed().publish(rows, slots)
 
     def forward_mqa(
         self,
@@ -200,65 +186,15 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         assert self.topk_indices_buffer is not None
         selected = self.topk_indices_buffer[: query.shape[0]]
-        if self.place is None:
-            out = self._attend_resident(query, kv_c_and_k_pe_cache, selected, attn_metadata)
-        else:
-            out = self._attend_hierarchy(query, kv_c_and_k_pe_cache, selected, self.place)
+        out = self._placed().attend(
+            query, kv_c_and_k_pe_cache, selected, attn_metadata, self.scale, self.kv_lora_rank
+        )
         return out, None
 
-    def _attend_resident(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        selected: torch.Tensor,
-        metadata: DHiSparseMetadata,
-    ) -> torch.Tensor:
-        if self.is_leader:
-            worker_connector().counters.add_resident(selected, metadata)
-        remap = metadata.physical_rows(selected)
-        return self.ops.attend(query, kv_cache, remap, self.scale, self.kv_lora_rank)
-
-    def _attend_hierarchy(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        selected: torch.Tensor,
-        place: LatentLayer,
-    ) -> torch.Tensor:
-        connector = worker_connector()
-        state = connector.worker_state
-        if self.is_leader:
-            address = state.address_metadata()
-            state.resolution = self.ops.resolve(
-                selected,
-                address.queries(),
-                state.tables,
-                place.index_group,
-                state.staging_rows,
-                state.scratch,
+    def _placed(self) -> LayerPath:
+        if self.path is None:
+            raise RuntimeError(
+                "this engine's KV connector was not built: another engine in this process still "
+                "holds the connector; shut that one down first"
             )
-            connector.counters.add_resolution(
-                state.resolution, address, place, state.sizes.row_bytes
-            )
-        assert state.resolution is not None
-        out = query.new_empty(*query.shape[:2], self.kv_lora_rank)
-        for plan in state.resolution.plans:
-            rows = self.ops.retrieve(
-                plan,
-                kv_cache,
-                state.tables.unit_blocks[:, place.latent_group],
-                place.host,
-                state.staging,
-            )
-            part = slice(plan.first, plan.last)
-            out[part] = self.ops.attend(
-                query[part], rows, plan.remap, self.scale, self.kv_lora_rank, state.scratch
-            )
-        return out
-
-
-def worker_connector() -> DHiSparseConnector:
-    """Return this worker's connector, which vLLM keeps for the process."""
-    connector = get_kv_transfer_group()
-    assert isinstance(connector, DHiSparseConnector)
-    return connector
+        return self.path

@@ -17,13 +17,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dhisparse.core.commands import StepCommands
 from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.integration.adaptation import adaptation_stats, controller_for
+from vllm_dhisparse.integration.attention import DHiSparseImpl
 from vllm_dhisparse.integration.geometry import geometry
-from vllm_dhisparse.integration.host_budget import HOST_PAGES
-from vllm_dhisparse.integration.refusals import dhisparse_config
+from vllm_dhisparse.integration.host_budget import HOST_PAGES, refuse_small_pool
+from vllm_dhisparse.integration.layers import HierarchyLayer, ResidentLayer
 from vllm_dhisparse.integration.residency import residency_bytes
 from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.integration.scheduler_state import SchedulerState
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.dhisparse")
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,10 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
-        self.counters = RowCounters(is_worker and get_tensor_model_parallel_rank() == 0)
-        self._config = dhisparse_config(vllm_config)
+        self._counters = RowCounters(is_worker and get_tensor_model_parallel_rank() == 0)
+        self._sizes = geometry(vllm_config)
         self._scheduler_state: SchedulerState | None = None
-        self._worker_state: WorkerState | None = None
+        self._worker: WorkerState | None = None
         self._controller: ResidencyController | None = None
         self._fetched_rows = 0
         self._adaptations = DHiSparseStats()
@@ -95,41 +100,44 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker
 
-    @property
-    def worker_state(self) -> WorkerState:
-        """Host pool, tables and staging; not under residency ``resident``."""
-        assert self._worker_state is not None
-        return self._worker_state
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Build the worker's part of the hierarchy, now that its cache stands."""
-        if self._config.residency == "resident":
+        """Give every layer the way of its rows, now that the cache stands."""
+        ops = data_plane("cpu")
+        context = self._vllm_config.compilation_config.static_forward_context
+        layers = {
+            name: context[name]
+            for name in sorted(kv_caches, key=extract_layer_index)
+            if isinstance(getattr(context[name], "impl", None), DHiSparseImpl)
+        }
+        if self._sizes.config.residency == "resident":
+            for layer in layers.values():
+                layer.impl.path = ResidentLayer(ops, self._counters, layer.impl.is_leader)
             return
-        self._worker_state = WorkerState(
-            self._vllm_config,
-            self._config,
-            geometry(self._vllm_config, self._config),
-            self._kv_cache_config,
-            self._num_pages,
-            data_plane("cpu"),
+        worker = WorkerState(
+            self._sizes, self._kv_cache_config, layers, self._num_pages, ops, self._counters
         )
+        for layer, place in zip(layers.values(), worker.places, strict=True):
+            layer.impl.path = HierarchyLayer(worker, place, layer.impl.is_leader)
+        self._worker = worker
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Apply the step's commands. vLLM calls this once a step, before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         if connector_metadata.commands is not None:
-            self.counters.add_restored(self.worker_state.apply(connector_metadata.commands))
+            assert self._worker is not None
+            self._worker.apply(connector_metadata.commands)
 
     def shutdown(self) -> None:
         """Let go of host memory."""
-        if self._worker_state is not None:
-            self._worker_state.close()
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
     def build_connector_worker_meta(self) -> WorkerReport:
         """Return what the scheduler's controller needs to know of this step."""
-        groups = 1 if self._worker_state is None else self._worker_state.tables.sizes.index_groups
-        return WorkerReport(self.counters.take_fetched() // groups)
+        groups = 1 if self._worker is None else self._worker.tables.sizes.index_groups
+        return WorkerReport(self._counters.take_fetched() // groups)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to load."""
@@ -150,18 +158,25 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Build the scheduler's part of the hierarchy."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._config.residency != "resident":
+        if self._sizes.config.residency != "resident":
+            refuse_small_pool(self._vllm_config, self._sizes, self._num_pages)
+            logger.info(
+                "DHISPARSE: residency %s, %.2f GiB of host memory for the history of %d tokens",
+                self._sizes.config.residency,
+                self._num_pages * self._sizes.page_bytes / 2**30,
+                self._num_pages * self._sizes.plan.indexer_block_tokens,
+            )
             self._scheduler_state = SchedulerState(
                 kv_cache_manager,
                 self._num_pages,
-                "adaptive" if self._config.residency == "adaptive" else "fixed",
+                "adaptive" if self._sizes.config.residency == "adaptive" else "fixed",
                 self._vllm_config.max_in_flight_tokens,
                 self._vllm_config.num_lookahead_tokens,
             )
-        if self._config.residency == "adaptive":
+        if self._sizes.config.residency == "adaptive":
             assert self._scheduler_state is not None
             self._controller = controller_for(
-                self._config, self._vllm_config, self._scheduler_state
+                self._sizes.config, self._vllm_config, self._scheduler_state
             )
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -198,12 +213,6 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
         return StepMetadata(state.take_commands())
 
-    def request_finished(
-        self, request: "Request", block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Let vLLM free the blocks at once."""
-        return False, None
-
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -219,7 +228,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             stats, self._adaptations = self._adaptations, DHiSparseStats()
             stats.data["gauges"].update(self._levels(self._kv_cache_manager))
             return stats
-        return self.counters.take_stats()
+        return self._counters.take_stats()
 
     def _levels(self, manager: "KVCacheManager") -> dict[str, float]:
         state = self._scheduler_state

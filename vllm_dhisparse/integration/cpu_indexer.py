@@ -7,8 +7,8 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Inde
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SparseCacheRole
 
+from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata, DHiSparseMetadataBuilder
-from vllm_dhisparse.integration.names import LATENT_BLOCK_TOKENS
 
 # Scores held at once, over queries, heads and keys. Bounds the scratch of long prefills.
 _ROUND_SCORES = 8_000_000
@@ -37,7 +37,7 @@ class CpuIndexerBackend(AttentionBackend):
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
         """Return whole latent blocks, so that both layers can share block ids."""
-        return [MultipleOf(LATENT_BLOCK_TOKENS)]
+        return [MultipleOf(UNIT_ROWS)]
 
 
 class CpuIndexerCache(DeepseekV32IndexerCache):
@@ -88,8 +88,9 @@ class CpuIndexer(Indexer):
         metadata: DHiSparseMetadata = all_metadata[self.k_cache.prefix]
         num_tokens = metadata.num_actual_tokens
         cache = self.k_cache.kv_cache  # [num_blocks, block_size, head_dim]
-        slots = metadata.slot_mapping
-        cache[slots // metadata.block_size, slots % metadata.block_size] = keys[:num_tokens]
+        real = metadata.slot_mapping >= 0
+        slots = metadata.slot_mapping[real]
+        cache[slots // metadata.block_size, slots % metadata.block_size] = keys[:num_tokens][real]
 
         selected = self.topk_indices_buffer[: hidden_states.shape[0]]
         selected.fill_(-1)

@@ -1,5 +1,6 @@
 """The MLA layer on CPU with this package's indexer in place of vLLM's CUDA one."""
 
+from inspect import signature
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -14,17 +15,15 @@ from vllm_dhisparse.integration.attention import (
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
 from vllm_dhisparse.integration.cpu_indexer import CpuIndexer, CpuIndexerCache
 from vllm_dhisparse.integration.geometry import geometry
-from vllm_dhisparse.integration.refusals import dhisparse_config
 
 _LAYER = "MultiHeadLatentAttentionWrapper"
 
 
 def backend_for(vllm_config: VllmConfig) -> type[DHiSparseBackend]:
     """Return the backend whose latent spec fits the engine's residency."""
-    config = dhisparse_config(vllm_config)
-    if config.residency == "resident":
+    sizes = geometry(vllm_config)
+    if sizes.config.residency == "resident":
         return DHiSparseBackend
-    sizes = geometry(vllm_config, config)
     return planned_backend(LatentPlan(sizes.plan.page_size_padded, sizes.base_units))
 
 
@@ -32,7 +31,8 @@ class DHiSparseMLAWrapper(MultiHeadLatentAttentionWrapper):
     """vLLM's MLA wrapper; under DHISPARSE its indexer computes with torch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        modules = next(x for x in (*args, *kwargs.values()) if isinstance(x, MLAModules))
+        bound = signature(super().__init__).bind(*args, **kwargs)
+        modules: MLAModules = bound.arguments["mla_modules"]
         vllm_config = get_current_vllm_config()
         chosen = is_dhisparse(vllm_config.attention_config.backend) and modules.is_sparse
         if chosen and modules.indexer is not None:

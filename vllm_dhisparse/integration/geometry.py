@@ -1,29 +1,38 @@
-"""Sizes of a model's KV cache, from its configuration alone: the same in every process."""
+"""Settings and sizes of an engine, from its configuration alone: the same in every process."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from vllm_dhisparse.config import DHiSparseConfig
+from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.core.page_plan import PagePlan, plan_pages
-from vllm_dhisparse.integration.names import LATENT_BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 class Geometry(NamedTuple):
-    """Rows, pages and units of one engine.
+    """Settings, rows, pages and units of one engine.
 
-    ``row_size``: values of a latent row; ``row_bytes``: its bytes in one layer;
-    ``num_layers``: layers with latent rows; ``index_topk``: rows one query selects;
-    ``plan``: block and page sizes; ``base_units``: required units of a running request.
+    ``config``: this package's settings; ``row_size``: values of a latent row; ``dtype``: of
+    a value; ``num_layers``: layers with latent rows; ``plan``: block and page sizes;
+    ``base_units``: required units of a running request; ``staging_rows``: rows of one layer
+    that a step reads at once.
     """
 
+    config: DHiSparseConfig
     row_size: int
-    row_bytes: int
+    dtype: torch.dtype
     num_layers: int
-    index_topk: int
     plan: PagePlan
     base_units: int
+    staging_rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in one layer."""
+        return self.row_size * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -31,37 +40,45 @@ class Geometry(NamedTuple):
         return self.plan.indexer_block_tokens * self.row_bytes * self.num_layers
 
 
-def geometry(vllm_config: "VllmConfig", config: DHiSparseConfig) -> Geometry:
-    """Read the sizes of a DSA model whose cache has the model's dtype."""
+def dhisparse_config(vllm_config: "VllmConfig") -> DHiSparseConfig:
+    """Return the validated settings under ``--additional-config``'s key ``dhisparse``."""
+    additional: Any = vllm_config.additional_config
+    return DHiSparseConfig.from_mapping(additional.get("dhisparse") if additional else None)
+
+
+def geometry(vllm_config: "VllmConfig") -> Geometry:
+    """Read the sizes of a DSA model whose cache has the model's dtype.
+
+    Raises:
+        ValueError: a setting is wrong; the message names it.
+
+    """
+    config = dhisparse_config(vllm_config)
     model = vllm_config.model_config
     hf_config = model.hf_text_config
     row_size = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
-    itemsize = model.dtype.itemsize
     if config.residency == "fixed":
         rows, default = config.fixed_rows_per_request, 2 * hf_config.index_topk
     else:
         rows, default = config.base_rows_per_request, hf_config.index_topk
-    rows = default if rows is None else rows
+    itemsize = model.dtype.itemsize
     return Geometry(
+        config=config,
         row_size=row_size,
-        row_bytes=row_size * itemsize,
+        dtype=model.dtype,
         num_layers=hf_config.num_hidden_layers,
-        index_topk=hf_config.index_topk,
         plan=plan_pages(row_size * itemsize, hf_config.index_head_dim * itemsize),
-        base_units=-(-rows // LATENT_BLOCK_TOKENS),
+        base_units=-(-(default if rows is None else rows) // UNIT_ROWS),
+        staging_rows=_staging_rows(vllm_config, config, hf_config.index_topk),
     )
 
 
-def staging_rows(vllm_config: "VllmConfig", config: DHiSparseConfig) -> int:
-    """Rows of the staging area: by default a decode step of all requests is one pass.
-
-    Raises:
-        ValueError: the setting is below index_topk, so one query would not fit.
-
-    """
-    top_k = vllm_config.model_config.hf_text_config.index_topk
+def _staging_rows(vllm_config: "VllmConfig", config: DHiSparseConfig, top_k: int) -> int:
+    """By default a step that decodes or verifies all requests is one pass."""
     if config.staging_rows is None:
-        return int(2 * vllm_config.scheduler_config.max_num_seqs * top_k)
+        speculation = vllm_config.speculative_config
+        drafts = 0 if speculation is None else speculation.num_speculative_tokens
+        return int(vllm_config.scheduler_config.max_num_seqs * (1 + drafts) * top_k)
     if config.staging_rows < top_k:
         raise ValueError(
             f"dhisparse.staging_rows = {config.staging_rows} cannot hold the {top_k} rows that "

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.core.page_plan import check_host_pool
 from vllm_dhisparse.integration.geometry import Geometry
 
@@ -38,13 +37,17 @@ _GROUPS = (
 )
 
 
-def host_pages(vllm_config: "VllmConfig", config: DHiSparseConfig, sizes: Geometry) -> int:
+def host_pages(vllm_config: "VllmConfig", sizes: Geometry) -> int:
     """Return the host pages of each tensor-parallel rank.
 
+    Every API server asks again, when the engine may have filled the memory already. So
+    only a pool that the user has given is checked here; the engine checks any.
+
     Raises:
-        ValueError: they do not hold one request of the maximum length.
+        ValueError: the given pool does not hold one request of the maximum length.
 
     """
+    config = sizes.config
     page_tokens = sizes.plan.indexer_block_tokens
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
@@ -57,11 +60,23 @@ def host_pages(vllm_config: "VllmConfig", config: DHiSparseConfig, sizes: Geomet
         budget = int(config.host_pool_gib * 2**30)
     pages = budget // (sizes.page_bytes * ranks)
     lookahead = vllm_config.num_lookahead_tokens
-    check_host_pool(pages, page_tokens, sizes.page_bytes * ranks, max_len, lookahead)
-    if config.host_pool_gib is None:
+    if config.host_pool_gib is not None:
+        refuse_small_pool(vllm_config, sizes, pages)
+    else:
         request_pages = -(-(max_len + lookahead) // page_tokens)
         pages = min(pages, vllm_config.scheduler_config.max_num_seqs * request_pages)
     return pages
+
+
+def refuse_small_pool(vllm_config: "VllmConfig", sizes: Geometry, num_pages: int) -> None:
+    """Raise a ValueError unless one request of the maximum length fits."""
+    check_host_pool(
+        num_pages,
+        sizes.plan.indexer_block_tokens,
+        sizes.page_bytes * vllm_config.parallel_config.tensor_parallel_size,
+        vllm_config.model_config.max_model_len,
+        vllm_config.num_lookahead_tokens,
+    )
 
 
 def kv_cache_bytes(vllm_config: "VllmConfig") -> int:

@@ -27,15 +27,10 @@ class DHiSparseMetadata(AttentionMetadata):
         token_position: [num_actual_tokens] int64 - position in its request.
         is_prefill: [num_reqs] bool - the request is still in its prompt.
         verifies: whether any other request brings draft tokens.
-        host_rows: [num_actual_tokens] int64 - where the new rows live; of the address group
-            only, set by the first layer of the step.
 
     """
 
-    num_reqs: int
     num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -50,7 +45,6 @@ class DHiSparseMetadata(AttentionMetadata):
     num_decode_tokens: int
     num_prefills: int = 0
     prefill: None = None
-    host_rows: torch.Tensor | None = None
 
     def queries(self) -> Queries:
         """Return who asks, as the row cache wants to know it."""
@@ -104,10 +98,7 @@ class DHiSparseMetadataBuilder(AttentionMetadataBuilder[DHiSparseMetadata]):
         is_prefill = common.is_prefilling[:num_reqs].cpu()
         first_position = seq_lens - lengths - starts[:-1]
         return DHiSparseMetadata(
-            num_reqs=num_reqs,
             num_actual_tokens=num_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
             query_start_loc=starts,
             seq_lens=seq_lens,
             block_table=common.block_table_tensor[:num_reqs],

@@ -4,5 +4,4 @@ BACKEND = "DHISPARSE"
 CONNECTOR = "DHiSparseConnector"
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV32ForCausalLM")
 KV_CACHE_DTYPES = ("auto", "bfloat16")
-LATENT_BLOCK_TOKENS = 64
 DRAFTS_WITHOUT_CACHE = ("ngram", "suffix", "custom_class")

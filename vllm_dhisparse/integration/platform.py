@@ -5,30 +5,30 @@ module while it builds its own configuration classes, hence the late imports.
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms import cpu_platform_plugin
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
 from vllm_dhisparse.integration.compat import unsupported_reason
-from vllm_dhisparse.integration.names import LATENT_BLOCK_TOKENS
-from vllm_dhisparse.integration.refusals import (
-    dhisparse_config,
-    refuse_connector_alone,
-    refuse_unsupported,
-)
+from vllm_dhisparse.integration.refusals import refuse_connector_alone, refuse_unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-logger = init_logger("vllm.dhisparse")
+
+# vLLM has a platform of its own for some CPUs.
+_StockPlatform: Any = resolve_obj_by_qualname(
+    cpu_platform_plugin() or "vllm.platforms.cpu.CpuPlatform"
+)
 
 
-class DHiSparseCpuPlatform(CpuPlatform):
-    """`CpuPlatform` that lets DHISPARSE serve sparse MLA layers."""
+class DHiSparseCpuPlatform(_StockPlatform):
+    """vLLM's CPU platform, which lets DHISPARSE serve sparse MLA layers."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -74,7 +74,7 @@ class DHiSparseCpuPlatform(CpuPlatform):
         scheduler.enable_chunked_prefill = chunked_prefill
         scheduler.max_num_batched_tokens = max_batched_tokens
         cache.enable_prefix_caching = prefix_caching
-        cache.block_size = LATENT_BLOCK_TOKENS
+        cache.block_size = UNIT_ROWS
 
         compilation = vllm_config.compilation_config
         # The torch indexer follows the lengths of the batch, which no graph can hold.
@@ -106,23 +106,13 @@ class DHiSparseCpuPlatform(CpuPlatform):
     def _choose_residency(vllm_config: "VllmConfig") -> None:
         """Check the settings and add the connector, with what all processes must agree on."""
         from vllm_dhisparse.integration.connector_registration import transfer_config
-        from vllm_dhisparse.integration.geometry import geometry, staging_rows
+        from vllm_dhisparse.integration.geometry import geometry
         from vllm_dhisparse.integration.host_budget import HOST_PAGES, host_pages
 
-        config = dhisparse_config(vllm_config)
-        if vllm_config.kv_transfer_config is None:
-            vllm_config.kv_transfer_config = transfer_config()
-        if config.residency == "resident":
-            logger.info("DHISPARSE: residency resident, all history on the device")
-            return
-        sizes = geometry(vllm_config, config)
-        staging_rows(vllm_config, config)
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if HOST_PAGES not in extra:  # memory is looked at once, not again for a copy
-            extra[HOST_PAGES] = host_pages(vllm_config, config, sizes)
-        logger.info(
-            "DHISPARSE: residency %s, %.2f GiB of host memory for the history of %d tokens",
-            config.residency,
-            extra[HOST_PAGES] * sizes.page_bytes / 2**30,
-            extra[HOST_PAGES] * sizes.plan.indexer_block_tokens,
-        )
+        sizes = geometry(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or transfer.kv_connector is None:
+            vllm_config.kv_transfer_config = transfer = transfer_config()
+        if sizes.config.residency != "resident":
+            extra = transfer.kv_connector_extra_config
+            extra.setdefault(HOST_PAGES, host_pages(vllm_config, sizes))

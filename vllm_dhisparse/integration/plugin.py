@@ -1,9 +1,11 @@
 """Entry points: what vLLM calls in every process before it builds anything."""
 
 import logging
+from importlib import import_module
 
 logger = logging.getLogger("vllm.dhisparse")
 
+_PLATFORM = "vllm_dhisparse.integration.platform.DHiSparseCpuPlatform"
 _BACKEND = "vllm_dhisparse.integration.attention.DHiSparseBackend"
 _UNSUPPORTED = "vllm_dhisparse.integration.unsupported.UnsupportedBackend"
 
@@ -27,7 +29,8 @@ def platform() -> str | None:
 
         if cpu_platform_plugin() is None:
             return None
-        return "vllm_dhisparse.integration.platform.DHiSparseCpuPlatform"
+        import_module(_PLATFORM.rpartition(".")[0])  # fails here rather than in vLLM
+        return _PLATFORM
     except Exception as error:
         logger.warning("vllm-dhisparse found no platform: %s", error)
         return None
@@ -39,11 +42,14 @@ def _register() -> None:
     from vllm_dhisparse.integration.backend_registration import register_backend
     from vllm_dhisparse.integration.compat import unsupported_reason
 
-    if reason := unsupported_reason():
-        logger.warning("%s", reason)
+    if not current_platform.is_cpu():
         register_backend(_UNSUPPORTED)
         return
-    if not current_platform.is_cpu():
+    reason = unsupported_reason()
+    if reason is None and type(current_platform).__name__ != _PLATFORM.rpartition(".")[2]:
+        reason = "vLLM uses another platform; unset VLLM_TARGET_DEVICE to choose DHISPARSE"
+    if reason is not None:
+        logger.warning("vllm-dhisparse is not available: %s", reason)
         register_backend(_UNSUPPORTED)
         return
 

@@ -1,24 +1,17 @@
 """What DHISPARSE cannot do, found before anything is built."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_dhisparse.config import DHiSparseConfig
+from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.names import (
     ARCHITECTURES,
     CONNECTOR,
     DRAFTS_WITHOUT_CACHE,
     KV_CACHE_DTYPES,
-    LATENT_BLOCK_TOKENS,
 )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-def dhisparse_config(vllm_config: "VllmConfig") -> DHiSparseConfig:
-    """Return the validated settings under ``--additional-config``'s key ``dhisparse``."""
-    additional: Any = vllm_config.additional_config
-    return DHiSparseConfig.from_mapping(additional.get("dhisparse") if additional else None)
 
 
 def refuse_unsupported(vllm_config: "VllmConfig") -> None:
@@ -81,10 +74,10 @@ def _memory(vllm_config: "VllmConfig") -> list[str]:
             f"--kv-cache-dtype {cache.cache_dtype}: rows keep the model's dtype, here "
             f"{_dtype(vllm_config)}; remove the option"
         )
-    if cache.user_specified_block_size and cache.block_size != LATENT_BLOCK_TOKENS:
+    if cache.user_specified_block_size and cache.block_size != UNIT_ROWS:
         reasons.append(
-            f"--block-size {cache.block_size}: a latent block holds {LATENT_BLOCK_TOKENS} rows; "
-            f"remove the option or set it to {LATENT_BLOCK_TOKENS}"
+            f"--block-size {cache.block_size}: a latent block holds {UNIT_ROWS} rows; "
+            f"remove the option or set it to {UNIT_ROWS}"
         )
     if transfer is not None and transfer.kv_connector not in (None, CONNECTOR):
         reasons.append(

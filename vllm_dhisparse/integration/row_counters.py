@@ -4,7 +4,6 @@ import torch
 
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata
 from vllm_dhisparse.integration.stats import DHiSparseStats
-from vllm_dhisparse.integration.worker_state import LatentLayer
 from vllm_dhisparse.metrics import FETCHED_ROWS, SELECTED_ROWS, TRANSFER_BYTES
 from vllm_dhisparse.runtime.plan import Phase, Resolution, Tier
 
@@ -54,13 +53,18 @@ class RowCounters:
         self,
         resolution: Resolution,
         metadata: DHiSparseMetadata,
-        place: LatentLayer,
-        row_bytes: int,
+        layer_bytes: int,
     ) -> None:
-        """Count one index group's step: rows by tier, and the bytes all its layers move."""
+        """Count one index group's step.
+
+        Args:
+            resolution: rows by tier.
+            metadata: the batch.
+            layer_bytes: bytes of one row in all layers of the group.
+
+        """
         self._add_rows(resolution.selected, resolution.fetched, metadata)
         self._fetched += int(resolution.fetched[Phase.GENERATION])
-        layer_bytes = place.followers * row_bytes
         moved = {
             "host_to_device": int(resolution.fetched.sum()) * layer_bytes,
             "device_to_host": metadata.num_actual_tokens * layer_bytes,
@@ -70,7 +74,8 @@ class RowCounters:
 
     def add_restored(self, num_bytes: int) -> None:
         """Count bytes of spans that were restored outside any step's plan."""
-        self._stats.add(TRANSFER_BYTES.key("host_to_device"), num_bytes)
+        if num_bytes:
+            self._stats.add(TRANSFER_BYTES.key("host_to_device"), num_bytes)
 
     def _add_rows(
         self, selected: torch.Tensor, fetched: torch.Tensor, metadata: DHiSparseMetadata

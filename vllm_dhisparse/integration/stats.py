@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from vllm_dhisparse import __version__
-from vllm_dhisparse.integration.refusals import dhisparse_config
+from vllm_dhisparse.integration.geometry import dhisparse_config
 from vllm_dhisparse.metrics import FETCHED_ROWS, METRICS, SELECTED_ROWS
 
 

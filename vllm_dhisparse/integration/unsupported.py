@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from vllm_dhisparse.integration.compat import unsupported_reason
 
+NO_PLATFORM = "DHISPARSE needs its own platform; unset VLLM_TARGET_DEVICE."
 NO_CUDA = "DHISPARSE runs on vLLM's CPU build only; its CUDA data plane is not released yet."
 
 
@@ -13,4 +16,4 @@ class UnsupportedBackend:
     @classmethod
     def validate_configuration(cls, *_args: Any, **_kwargs: Any) -> list[str]:
         """Return the reasons, as `AttentionBackend.validate_configuration` does."""
-        return [unsupported_reason() or NO_CUDA]
+        return [NO_CUDA if not current_platform.is_cpu() else unsupported_reason() or NO_PLATFORM]

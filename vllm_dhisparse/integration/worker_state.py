@@ -1,149 +1,151 @@
-"""What a worker holds under a hierarchy: host pool, tables, staging, and each layer's part."""
+"""What a worker holds under a hierarchy: host pool, tables, staging."""
 
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from vllm.forward_context import get_forward_context
 
-from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.core.commands import StepCommands
-from vllm_dhisparse.integration.geometry import Geometry, staging_rows
+from vllm_dhisparse.core.ledger import max_units
+from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec, is_indexer_spec
+from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.runtime.host_pool import HostPool
 from vllm_dhisparse.runtime.ops import DataPlane
-from vllm_dhisparse.runtime.plan import Resolution
+from vllm_dhisparse.runtime.plan import Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import Tables, TableSizes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_dhisparse.integration.attention import DHiSparseImpl
     from vllm_dhisparse.integration.metadata import DHiSparseMetadata
 
 
-class LatentLayer(NamedTuple):
-    """One layer's place in the hierarchy.
+class LayerPlace(NamedTuple):
+    """Where a layer's rows are.
 
-    ``latent_group``: column of ``Tables.unit_blocks``; ``index_group``: its leader's
-    number; ``host``: [num_pages, page_rows, row_size]; ``followers``: layers that reuse
-    its selection, itself included, 0 for a follower.
+    ``kv_cache``: [num_blocks, block_size, row_size]; ``latent_group``: column of
+    ``Tables.unit_blocks``; ``index_group``: number of its leader; ``host``: [num_pages,
+    page_rows, row_size].
     """
 
+    kv_cache: torch.Tensor
     latent_group: int
     index_group: int
     host: torch.Tensor
-    followers: int
+
+
+class StepInputs(NamedTuple):
+    """What all layers read in a step.
+
+    ``metadata``: the batch as the address group sees it; ``host_rows``: [num_tokens] int64,
+    where the new rows live; ``queries``: who asks.
+    """
+
+    metadata: "DHiSparseMetadata"
+    host_rows: torch.Tensor
+    queries: Queries
 
 
 class WorkerState:
     """Memory of one worker; lives as long as its KV cache.
 
     Args:
-        vllm_config: the engine's configuration.
-        config: this package's settings.
         sizes: the model's sizes.
         kv_cache_config: vLLM's plan of this worker's cache.
+        layers: vLLM's attention layers with latent rows, by name, in model order.
         num_pages: host pages.
         ops: the data plane.
+        counters: where rows and bytes are counted.
 
     """
 
     def __init__(
         self,
-        vllm_config: "VllmConfig",
-        config: DHiSparseConfig,
         sizes: Geometry,
         kv_cache_config: "KVCacheConfig",
+        layers: dict[str, Any],
         num_pages: int,
         ops: DataPlane,
+        counters: RowCounters,
     ) -> None:
         self.ops = ops
         self.sizes = sizes
+        self._counters = counters
         groups = kv_cache_config.kv_cache_groups
         latent = [g for g in groups if isinstance(g.kv_cache_spec, DHiSparseLatentSpec)]
         address = next(g for g in groups if is_indexer_spec(g.kv_cache_spec))
         assert address.kv_cache_spec.block_size == sizes.plan.indexer_block_tokens
         self._address_layer = address.layer_names[0]
         """Any layer of the group whose blocks own host pages; its metadata has that table."""
-        context = vllm_config.compilation_config.static_forward_context
         group_of = {name: i for i, group in enumerate(latent) for name in group.layer_names}
-        names = sorted(group_of, key=_layer_number)
-        self._layers = [context[name] for name in names]
-        impls = {name: context[name].impl for name in names}
-        leaders = sum(impl.is_leader for impl in impls.values())
-
         self.pool = HostPool(
-            len(impls),
+            len(layers),
             num_pages,
             sizes.plan.indexer_block_tokens,
             sizes.row_size,
-            vllm_config.model_config.dtype,
-            huge_pages=config.huge_pages,
+            sizes.dtype,
+            huge_pages=sizes.config.huge_pages,
         )
+        self.places: list[LayerPlace] = []
+        index_group = -1
+        for number, (name, layer) in enumerate(layers.items()):
+            index_group += layer.impl.is_leader  # vLLM builds a leader before its followers
+            host = self.pool.layer(number)
+            self.places.append(LayerPlace(layer.kv_cache, group_of[name], index_group, host))
         self.tables = Tables(
             TableSizes(
                 num_blocks=kv_cache_config.num_blocks,
-                num_units=(kv_cache_config.num_blocks - 1) // len(latent),
+                num_units=max_units(kv_cache_config.num_blocks - 1, len(latent)),
                 num_pages=num_pages,
                 page_rows=sizes.plan.indexer_block_tokens,
                 latent_groups=len(latent),
-                index_groups=leaders,
+                index_groups=index_group + 1,
             )
         )
-        self.staging_rows = staging_rows(vllm_config, config)
-        self.staging = torch.empty(
-            self.staging_rows, sizes.row_size, dtype=vllm_config.model_config.dtype
-        )
+        self.staging = torch.empty(sizes.staging_rows, sizes.row_size, dtype=sizes.dtype)
         self.scratch = Scratch()
         self.resolution: Resolution | None = None
         """Of the leader that ran last; its followers reuse it."""
-        self._place_layers(impls, group_of)
+        self._step_inputs: StepInputs | None = None
 
-    def _place_layers(self, impls: "dict[str, DHiSparseImpl]", group_of: dict[str, int]) -> None:
-        # A leader starts an index group; vLLM builds the layers in order.
-        index_group = [
-            leaders - 1 for leaders in accumulate(impl.is_leader for impl in impls.values())
-        ]
-        for number, (name, impl) in enumerate(impls.items()):
-            impl.place = LatentLayer(
-                latent_group=group_of[name],
-                index_group=index_group[number],
-                host=self.pool.layer(number),
-                followers=index_group.count(index_group[number]) if impl.is_leader else 0,
-            )
-
-    def apply(self, commands: StepCommands) -> int:
-        """Apply a step's commands; before its forward pass, exactly once and in order.
-
-        Returns:
-            Bytes of restored rows.
-
-        """
-        num_rows = 0
+    def apply(self, commands: StepCommands) -> None:
+        """Apply a step's commands; before its forward pass, exactly once and in order."""
+        self._step_inputs = None
+        restored_rows = 0
         for span in self.ops.apply(commands, self.tables):
-            for layer in self._layers:
-                place = layer.impl.place
-                block = self.tables.unit_blocks[span.unit, place.latent_group]
+            for place in self.places:
+                block = int(self.tables.unit_blocks[span.unit, place.latent_group])
                 if block >= 0:  # else the unit was lost again in the same step
-                    span.copy(place.index_group, layer.kv_cache[block], place.host)
-                    num_rows += int(span.absent[place.index_group].sum())
-        return num_rows * self.sizes.row_bytes
+                    span.copy(place.index_group, place.kv_cache[block], place.host)
+                    restored_rows += int(span.absent[place.index_group].sum())
+        self._counters.add_restored(restored_rows * self.sizes.row_bytes)
 
-    def address_metadata(self) -> "DHiSparseMetadata":
-        """The batch as the address group sees it, with the host rows of its new tokens."""
-        metadata = cast("dict[str, DHiSparseMetadata]", get_forward_context().attn_metadata)
-        address = metadata[self._address_layer]
-        if address.host_rows is None:  # the first layer of the step
-            address.host_rows = self.ops.host_rows(address.slot_mapping, self.tables)
-        return address
+    def step_inputs(self) -> StepInputs:
+        """Return what the step's layers share; the first layer computes it."""
+        if self._step_inputs is None:
+            context = cast("dict[str, DHiSparseMetadata]", get_forward_context().attn_metadata)
+            metadata = context[self._address_layer]
+            host_rows = self.ops.host_rows(metadata.slot_mapping, self.tables)
+            self._step_inputs = StepInputs(metadata, host_rows, metadata.queries())
+        return self._step_inputs
+
+    def resolve(self, selected: torch.Tensor, index_group: int) -> None:
+        """Plan a leader's selection, for itself and its followers."""
+        inputs = self.step_inputs()
+        self.resolution = self.ops.resolve(
+            selected,
+            inputs.queries,
+            self.tables,
+            index_group,
+            self.sizes.staging_rows,
+            self.scratch,
+        )
+        num_layers = sum(place.index_group == index_group for place in self.places)
+        layer_bytes = num_layers * self.sizes.row_bytes
+        self._counters.add_resolution(self.resolution, inputs.metadata, layer_bytes)
 
     def close(self) -> None:
-        """Let go of the host pool."""
+        """Unpin the host pool; its memory goes with the layers that still view it."""
         self.pool.close()
-
-
-def _layer_number(name: str) -> int:
-    return next(int(part) for part in name.split(".") if part.isdigit())

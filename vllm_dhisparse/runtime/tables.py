@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from vllm_dhisparse.core.clock import MAX_AGE
+from vllm_dhisparse.core.commands import UNIT_ROWS as UNIT_ROWS
 from vllm_dhisparse.core.commands import UnitState
 from vllm_dhisparse.runtime.host_memory import advise_huge_pages
 
-UNIT_ROWS = 64
 NO_SLOT = -1
 NO_ROW = -1
 NO_PAGE = -1

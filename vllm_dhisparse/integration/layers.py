@@ -1,0 +1,129 @@
+"""What one attention layer does with its rows, by residency."""
+
+from typing import Protocol
+
+import torch
+
+from vllm_dhisparse.integration.metadata import DHiSparseMetadata
+from vllm_dhisparse.integration.row_counters import RowCounters
+from vllm_dhisparse.integration.worker_state import LayerPlace, WorkerState
+from vllm_dhisparse.runtime.ops import DataPlane
+from vllm_dhisparse.runtime.scratch import Scratch
+
+
+class LayerPath(Protocol):
+    """The way of one layer's rows; given to the layer once its KV cache stands."""
+
+    def publish(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Note the rows that vLLM's slot mapping has just written.
+
+        Args:
+            rows: [num_tokens, row_size].
+            slots: [num_tokens] int64 - ``block * block_size + offset``, -1 = padding.
+
+        """
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        selected: torch.Tensor,
+        metadata: DHiSparseMetadata,
+        scale: float,
+        value_size: int,
+    ) -> torch.Tensor:
+        """Attend to the selected rows.
+
+        Args:
+            query: [num_tokens, num_heads, row_size].
+            kv_cache: [num_blocks, block_size, row_size].
+            selected: [num_tokens, index_topk] int32 - positions, -1 = unused place.
+            metadata: the batch.
+            scale: factor of the scores.
+            value_size: leading values of a row that are the value.
+
+        Returns:
+            [num_tokens, num_heads, value_size] in the query's dtype.
+
+        """
+        ...
+
+
+class ResidentLayer:
+    """All rows lie in vLLM's own blocks."""
+
+    def __init__(self, ops: DataPlane, counters: RowCounters, is_leader: bool) -> None:
+        self._ops = ops
+        self._counters = counters
+        self._is_leader = is_leader
+        self._scratch = Scratch()
+
+    def publish(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Nothing: the row is where it stays."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        selected: torch.Tensor,
+        metadata: DHiSparseMetadata,
+        scale: float,
+        value_size: int,
+    ) -> torch.Tensor:
+        """Attend through the block table."""
+        if self._is_leader:
+            self._counters.add_resident(selected, metadata)
+        remap = metadata.physical_rows(selected)
+        return self._ops.attend(query, kv_cache, remap, scale, value_size, self._scratch)
+
+
+class HierarchyLayer:
+    """Rows live in host memory; the device holds tails and the row cache.
+
+    Args:
+        worker: shared by all layers.
+        place: of this layer.
+        is_leader: whether the layer's indexer makes the selection.
+
+    """
+
+    def __init__(self, worker: WorkerState, place: LayerPlace, is_leader: bool) -> None:
+        self._worker = worker
+        self._place = place
+        self._is_leader = is_leader
+
+    def publish(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the rows through to their home; a leader enters them in the map."""
+        worker = self._worker
+        host_rows = worker.step_inputs().host_rows
+        worker.ops.publish(rows, host_rows, self._place.host)
+        if self._is_leader:
+            worker.ops.enter(
+                slots, self._place.latent_group, host_rows, worker.tables, self._place.index_group
+            )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        selected: torch.Tensor,
+        metadata: DHiSparseMetadata,
+        scale: float,
+        value_size: int,
+    ) -> torch.Tensor:
+        """Resolve (leaders), then retrieve and attend for each plan."""
+        worker = self._worker
+        if self._is_leader:
+            worker.resolve(selected, self._place.index_group)
+        assert worker.resolution is not None
+        host = self._place.host
+        unit_blocks = worker.tables.unit_blocks[:, self._place.latent_group]
+        out = query.new_empty(*query.shape[:2], value_size)
+        for plan in worker.resolution.plans:
+            rows = worker.ops.retrieve(plan, kv_cache, unit_blocks, host, worker.staging)
+            part = slice(plan.first, plan.last)
+            out[part] = worker.ops.attend(
+                query[part], rows, plan.remap, scale, value_size, worker.scratch
+            )
+        return out
