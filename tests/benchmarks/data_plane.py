@@ -17,6 +17,7 @@ from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 
 ROW_SIZE, VALUE_SIZE, TOP_K, CONTEXT = 576, 512, 2048, 100_000
+PAGE_ROWS = 320  # an indexer block of GLM-5.3, see core.page_plan
 OPS = data_plane("cpu")
 
 Item = TypeVar("Item")
@@ -32,12 +33,17 @@ class Load(NamedTuple):
     scratch: Scratch
 
 
-def make_load(requests: int, per_step: int, rows_per_request: int, num_steps: int) -> Load:
-    blocks = -(-CONTEXT // UNIT_ROWS)
+def make_load(
+    requests: int, per_step: int, rows_per_request: int, num_steps: int, shuffled: bool = False
+) -> Load:
+    blocks = -(-CONTEXT // PAGE_ROWS)
     pages = requests * blocks
     units = requests * rows_per_request // UNIT_ROWS
-    tables = Tables(TableSizes(pages + units, units, pages, UNIT_ROWS, 1, 1))
-    bound = tuple(PageBound(page, page) for page in range(pages))
+    tables = Tables(TableSizes(pages + units, units, pages, PAGE_ROWS, 1, 1))
+    order = torch.arange(pages)
+    if shuffled:
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
+    bound = tuple(PageBound(page, block) for block, page in enumerate(order.tolist()))
     added = tuple(UnitAdded(unit, UnitState.OPTIONAL, (pages + unit,)) for unit in range(units))
     OPS.apply(StepCommands(0, bound + added), tables)
     owner = torch.arange(requests, dtype=torch.int32).repeat_interleave(per_step)
@@ -102,7 +108,7 @@ def resolve_and_retrieve() -> Iterable[Figure]:
     load = make_load(requests=4, per_step=4, rows_per_request=4096, num_steps=8)
     sizes = load.tables.sizes
     # As many layers as share a selection in GLM-5.2 and later: 78 in 21 groups.
-    pool = HostPool(4, sizes.num_pages, UNIT_ROWS, ROW_SIZE, torch.bfloat16)
+    pool = HostPool(4, sizes.num_pages, PAGE_ROWS, ROW_SIZE, torch.bfloat16)
     slabs = torch.ones(4, sizes.num_blocks, UNIT_ROWS + 2, ROW_SIZE, dtype=torch.bfloat16)
     staging = torch.ones(1 << 15, ROW_SIZE, dtype=torch.bfloat16)
     column = load.tables.unit_blocks[:, 0]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_dhisparse.runtime.cpu import passes, replacement, union
+from vllm_dhisparse.runtime.cpu import passes, remapping, replacement, union
 from vllm_dhisparse.runtime.cpu.state import Found, Int32s, Kept, Words, asked_of, cache_of
 from vllm_dhisparse.runtime.plan import Phase, Plan, Queries, Resolution, Tier
 from vllm_dhisparse.runtime.scratch import Scratch
@@ -77,11 +77,13 @@ class _Resolver:
         self._mark(0, num_tokens, self.union, self.kept)
         num_rows = union.count(self.union)
         step = self._list(self.union, self._take_rows("step", num_rows + _SPARE_ROWS), num_rows)
-        found = step.arrays()
-        union.look_up(found, self.kept, self.cache)
-        replacement.let_in(found, self.kept, self.cache)
+        found, missing = step.arrays(), self._int32s("missing", num_rows)
+        number, others = union.look_up(found, self.kept, self.cache, missing)
+        taken = self._int32s("taken", number)
+        replacement.let_in(found, missing[:number], taken, self.cache)
         if num_rows <= staging_rows:
             plans = [self._plan(0, num_tokens, step, self.union)]
+            self.fetched[Phase.GENERATION], self.fetched[Phase.PREFILL] = number, others
         else:
             plans = self._serve_in_passes(found, staging_rows)
         return Resolution(tuple(plans), self.selected, self.fetched)
@@ -98,6 +100,9 @@ class _Resolver:
             self._mark(first, last, bitmap, Kept(bitmap, True))
             part = self._list(bitmap, space.part(start, start + size + _SPARE_ROWS), size)
             passes.pick(part.arrays(), found, pending)
+            fetched, others = passes.count_fetches(part.arrays(), self.kept)
+            self.fetched[Phase.GENERATION] += fetched
+            self.fetched[Phase.PREFILL] += others
             plans.append(self._plan(first, last, part, bitmap))
             first, start = last, start + size
         return plans
@@ -112,7 +117,7 @@ class _Resolver:
 
     def _plan(self, first: int, last: int, rows: _Rows, bitmap: Words) -> Plan:
         found, part = rows.arrays(), self.remap[first:last]
-        union.remap(
+        remapping.remap(
             self.asked,
             first,
             last,
@@ -124,9 +129,6 @@ class _Resolver:
             part.numpy(),
             self.selected.numpy(),
         )
-        kept, others = replacement.count_fetches(found, self.kept)
-        self.fetched[Phase.GENERATION] += kept
-        self.fetched[Phase.PREFILL] += others
         return Plan(first, last, rows.rows, rows.slot, rows.fetch, part)
 
     def _take_rows(self, name: str, size: int) -> _Rows:

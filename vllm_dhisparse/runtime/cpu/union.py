@@ -1,12 +1,11 @@
 """Union of selections by a bitmap over host rows; no sort, no hash.
 
 Selections of one request are collected in a bitmap over its positions, which fits in
-the first-level cache, and moved to the bitmap over host rows one word of 64 rows at a
-time; a word lies in one page, because pages hold a multiple of 64 rows.
+the first-level cache, and moved to the bitmap over host rows one page at a time; a page
+is whole words of 64 rows.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_dhisparse.core.clock import MAX_AGE
 from vllm_dhisparse.runtime.cpu.native import compiled, count_bits, lowest_bit, prefetch
@@ -15,7 +14,7 @@ from vllm_dhisparse.runtime.cpu.state import IN_USE, Asked, Cache, Found, Int32s
 _ONE = np.uint64(1)
 _LOW_BITS = np.uint64(63)
 _WORD_SHIFT = np.uint64(6)
-_MAX_AGE = np.uint8(MAX_AGE)
+_HIT = IN_USE | np.uint8(MAX_AGE)
 _AHEAD = 192  # rows between the prefetch of a map entry and its use
 
 
@@ -26,7 +25,7 @@ def has(bitmap: Words, row: int) -> bool:
 
 
 @compiled
-def _run_of_request(asked: Asked, token: int, last: int) -> tuple[int, int, int]:
+def run_of_request(asked: Asked, token: int, last: int) -> tuple[int, int, int]:
     """Return the request at ``token``, where its tokens end, and words of its positions."""
     request = asked.request_of_token[token]
     end, words = token, 0
@@ -40,11 +39,11 @@ def _run_of_request(asked: Asked, token: int, last: int) -> tuple[int, int, int]
 def mark(asked: Asked, first: int, last: int, positions: Words, union: Words, kept: Kept) -> bool:
     """Set the bits of all rows that tokens ``first .. last`` select, and of those kept.
 
-    False when a selected position has no host page.
+    False when a selected position has no host page. ``positions`` is scratch.
     """
-    token, page_words = first, asked.page_rows >> 6
+    token = first
     while token < last:
-        request, end, words = _run_of_request(asked, token, last)
+        request, end, words = run_of_request(asked, token, last)
         if words > positions.size:
             return False
         positions[:words] = 0
@@ -54,20 +53,33 @@ def mark(asked: Asked, first: int, last: int, positions: Words, union: Words, ke
                 position = np.uint64(np.uint32(selected[rank]))
                 if position < limit:
                     positions[position >> _WORD_SHIFT] |= _ONE << (position & _LOW_BITS)
-        homeless, block, place, left, page = np.uint64(0), 0, 0, 0, 0
-        for word in range(words):
-            if left == 0:
-                page = asked.page_of_block[asked.block_table[request, block]]
-                place, left, block = max(page, 0) * page_words, page_words, block + 1
-            bits = positions[word]
-            homeless |= bits if page < 0 else np.uint64(0)
-            union[place] |= bits
+        if words:
+            if not _move_home(asked, request, positions[:words], union):
+                return False
             if not (kept.all or asked.is_prefill[request]):
-                kept.rows[place] |= bits
-            place, left = place + 1, left - 1
-        if homeless:
-            return False
+                _move_home(asked, request, positions[:words], kept.rows)
         token = end
+    return True
+
+
+@compiled
+def _move_home(asked: Asked, request: int, positions: Words, bitmap: Words) -> bool:
+    """Set the bits of a request's positions in a bitmap over host rows."""
+    blocks, page_of_block = asked.block_table[request], asked.page_of_block
+    page_words, words = np.uint64(asked.page_rows >> 6), np.uint64(positions.size)
+    word, block = np.uint64(0), np.uint64(0)
+    while word < words:
+        page = page_of_block[blocks[block]]
+        place, end = np.uint64(max(page, 0)) * page_words, min(word + page_words, words)
+        block += _ONE
+        missing = np.uint64(0)
+        while word < end:
+            missing |= positions[word]
+            bitmap[place] |= positions[word]
+            word += _ONE
+            place += _ONE
+        if page < 0 and missing:
+            return False
     return True
 
 
@@ -102,74 +114,31 @@ def list_rows(union: Words, rows: Int32s, rank_of_word: Int32s) -> None:
 
 
 @compiled
-def look_up(found: Found, kept: Kept, cache: Cache) -> None:
+def look_up(found: Found, kept: Kept, cache: Cache, missing: Int32s) -> tuple[int, int]:
     """Find slot and tier of each row, and which rows are at home only.
 
     Ages of the slots found get ``IN_USE``, those of kept rows the age of a hit too.
+    Returns how many rows are missing and kept, and how many are missing and not;
+    ``missing`` gets the indices of the first.
     """
-    rows, slot, tier, fetch = found
+    rows, slot_of_rank, tier, fetch = found
     slot_of_row, unit_state, age = cache.slot_of_row, cache.unit_state, cache.age
+    map_address, kept_rows, all_kept = cache.slot_of_row_address, kept.rows, kept.all
+    number, others = 0, 0
     for rank in range(rows.size):
         if rank + _AHEAD < rows.size:
-            prefetch(cache.slot_of_row_address + 4 * rows[rank + _AHEAD])
+            prefetch(map_address + 4 * np.int64(rows[rank + _AHEAD]))
         row = rows[rank]
-        place = slot_of_row[row]
-        slot[rank] = place
-        fetch[rank] = place < 0
-        if place < 0:
+        slot = slot_of_row[row]
+        wanted = all_kept or has(kept_rows, row)
+        slot_of_rank[rank] = slot
+        fetch[rank] = slot < 0
+        if slot < 0:
             tier[rank] = 0
+            missing[number] = rank
+            number += wanted
+            others += not wanted
         else:
-            tier[rank] = unit_state[place >> 6]
-            if kept.all or has(kept.rows, row):
-                age[place] = IN_USE | _MAX_AGE
-            else:
-                age[place] |= IN_USE
-
-
-@compiled
-def remap(
-    asked: Asked,
-    first: int,
-    last: int,
-    union: Words,
-    rank_of_word: Int32s,
-    found: Found,
-    positions: Words,
-    ranks: Int32s,
-    out: Int32s,
-    counted: NDArray[np.int64],
-) -> None:
-    """Turn positions into ranks in the union, and count selections by tier.
-
-    ``positions`` and ``ranks`` are scratch: the union and its ranks, by position.
-    """
-    token, page_words, tier = first, asked.page_rows >> 6, found.tier
-    while token < last:
-        request, end, words = _run_of_request(asked, token, last)
-        block, place, left = 0, 0, 0
-        for word in range(words):
-            if left == 0:
-                page = asked.page_of_block[asked.block_table[request, block]]
-                place, left, block = max(page, 0) * page_words, page_words, block + 1
-            positions[word] = union[place]
-            ranks[word] = rank_of_word[place]
-            place, left = place + 1, left - 1
-        for row in range(token, end):
-            packed = np.uint64(0)  # four counters of 16 bits
-            limit = np.uint64(max(asked.visible[row], 0) if words else 0)
-            selected, answer = asked.selected[row], out[row - first]
-            for rank in range(selected.size):
-                position = np.uint64(np.uint32(selected[rank]))
-                if position < limit:
-                    at = position >> _WORD_SHIFT
-                    below = (_ONE << (position & _LOW_BITS)) - _ONE
-                    index = np.uint64(ranks[at]) + np.uint64(count_bits(positions[at] & below))
-                    answer[rank] = np.int32(index)
-                    packed += _ONE << (np.uint64(tier[index]) << np.uint64(4))
-                else:
-                    answer[rank] = -1
-            phase = np.int64(asked.is_prefill[max(request, 0)]) if words else 0
-            for group in range(4):
-                shift = np.uint64(16 * group)
-                counted[phase, group] += np.int64((packed >> shift) & np.uint64(0xFFFF))
-        token = end
+            tier[rank] = unit_state[slot >> 6]
+            age[slot] |= _HIT if wanted else IN_USE
+    return number, others
