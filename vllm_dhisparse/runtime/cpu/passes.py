@@ -53,7 +53,7 @@ def pick(part: Found, step: Found, pending: Bytes) -> None:
     rows, slot, tier, fetch = part
     all_rows, all_slots, all_tiers, _ = step
     place = 0
-    for rank in range(rows.size):
+    for rank in range(slot.size):
         while all_rows[place] != rows[rank]:
             place += 1
         slot[rank] = all_slots[place]
@@ -68,7 +68,7 @@ def count_fetches(part: Found, kept: Kept) -> tuple[int, int]:
     """Return how many of the rows that a pass fetches are kept, and how many are not."""
     rows, fetch = part.rows, part.fetch
     total, inside = 0, 0
-    for rank in range(rows.size):
+    for rank in range(fetch.size):
         total += fetch[rank]
         inside += fetch[rank] and (kept.all or has(kept.rows, rows[rank]))
     return inside, total - inside

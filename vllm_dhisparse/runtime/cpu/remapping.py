@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dhisparse.runtime.cpu.native import compiled, count_bits
-from vllm_dhisparse.runtime.cpu.state import Asked, Found, Int32s, Words
+from vllm_dhisparse.runtime.cpu.state import Asked, Bitmaps, Bytes, Int32s
 from vllm_dhisparse.runtime.cpu.union import run_of_request
 
 _ONE = np.uint64(1)
@@ -17,23 +17,17 @@ def remap(
     asked: Asked,
     first: int,
     last: int,
-    union: Words,
-    rank_of_word: Int32s,
-    found: Found,
-    positions: Words,
-    ranks: Int32s,
+    bitmaps: Bitmaps,
+    tier: Bytes,
     out: Int32s,
     counted: NDArray[np.int64],
 ) -> None:
-    """Turn positions into ranks in the union, and count selections by tier.
-
-    ``positions`` and ``ranks`` are scratch: the union and its ranks, by position.
-    """
-    token, tier = first, found.tier
+    """Turn positions into ranks in the union, and count selections by the tier at a rank."""
+    token = first
+    _, _, positions, ranks = bitmaps
     while token < last:
         request, end, words = run_of_request(asked, token, last)
-        if words:
-            _fetch_words(asked, request, union, rank_of_word, positions[:words], ranks)
+        _fetch_words(asked, request, bitmaps, words)
         for row in range(token, end):
             packed = np.uint64(0)  # four counters of 16 bits
             limit = np.uint64(max(asked.visible[row], 0) if words else 0)
@@ -56,24 +50,18 @@ def remap(
 
 
 @compiled
-def _fetch_words(
-    asked: Asked,
-    request: int,
-    union: Words,
-    rank_of_word: Int32s,
-    positions: Words,
-    ranks: Int32s,
-) -> None:
-    """Copy the union and its ranks where a request's positions are."""
-    blocks, page_of_block = asked.block_table[request], asked.page_of_block
-    page_words, words = np.uint64(asked.page_rows >> 6), np.uint64(positions.size)
+def _fetch_words(asked: Asked, request: int, bitmaps: Bitmaps, size: int) -> None:
+    """Copy the union and its ranks to where a request's positions are."""
+    blocks, page_of_block = asked.block_table[max(request, 0)], asked.page_of_block
+    union, rank_of_word, positions, ranks = bitmaps
+    page_words, words = np.uint64(asked.page_rows >> 6), np.uint64(size)
     word, block = np.uint64(0), np.uint64(0)
     while word < words:
         place = np.uint64(max(page_of_block[blocks[block]], 0)) * page_words
         end = min(word + page_words, words)
-        block += _ONE
         while word < end:
             positions[word] = union[place]
             ranks[word] = rank_of_word[place]
             word += _ONE
             place += _ONE
+        block += _ONE

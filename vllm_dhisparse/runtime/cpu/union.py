@@ -7,15 +7,12 @@ is whole words of 64 rows.
 
 import numpy as np
 
-from vllm_dhisparse.core.clock import MAX_AGE
-from vllm_dhisparse.runtime.cpu.native import compiled, count_bits, lowest_bit, prefetch
-from vllm_dhisparse.runtime.cpu.state import IN_USE, Asked, Cache, Found, Int32s, Kept, Words
+from vllm_dhisparse.runtime.cpu.native import compiled, count_bits, lowest_bit
+from vllm_dhisparse.runtime.cpu.state import Asked, Bitmaps, Int32s, Kept, Words
 
 _ONE = np.uint64(1)
 _LOW_BITS = np.uint64(63)
 _WORD_SHIFT = np.uint64(6)
-_HIT = IN_USE | np.uint8(MAX_AGE)
-_AHEAD = 192  # rows between the prefetch of a map entry and its use
 
 
 @compiled
@@ -36,16 +33,20 @@ def run_of_request(asked: Asked, token: int, last: int) -> tuple[int, int, int]:
 
 
 @compiled
-def mark(asked: Asked, first: int, last: int, positions: Words, union: Words, kept: Kept) -> bool:
-    """Set the bits of all rows that tokens ``first .. last`` select, and of those kept.
+def mark(asked: Asked, first: int, last: int, bitmaps: Bitmaps, kept: Kept) -> int:
+    """Fill the union with all rows that tokens ``first .. last`` select; return its size.
 
-    False when a selected position has no host page. ``positions`` is scratch.
+    Also those kept, if they are not all. -1 when a selected position has no host page.
     """
+    union, _, positions, _ = bitmaps
     token = first
+    union[:] = 0
+    if not kept.all:
+        kept.rows[:] = 0
     while token < last:
         request, end, words = run_of_request(asked, token, last)
         if words > positions.size:
-            return False
+            return -1
         positions[:words] = 0
         for row in range(token, end if words else token):
             limit, selected = np.uint64(max(asked.visible[row], 0)), asked.selected[row]
@@ -53,39 +54,11 @@ def mark(asked: Asked, first: int, last: int, positions: Words, union: Words, ke
                 position = np.uint64(np.uint32(selected[rank]))
                 if position < limit:
                     positions[position >> _WORD_SHIFT] |= _ONE << (position & _LOW_BITS)
-        if words:
-            if not _move_home(asked, request, positions[:words], union):
-                return False
-            if not (kept.all or asked.is_prefill[request]):
-                _move_home(asked, request, positions[:words], kept.rows)
+        if not _move_home(asked, request, positions[:words], union):
+            return -1
+        if not (kept.all or asked.is_prefill[max(request, 0)]):
+            _move_home(asked, request, positions[:words], kept.rows)
         token = end
-    return True
-
-
-@compiled
-def _move_home(asked: Asked, request: int, positions: Words, bitmap: Words) -> bool:
-    """Set the bits of a request's positions in a bitmap over host rows."""
-    blocks, page_of_block = asked.block_table[request], asked.page_of_block
-    page_words, words = np.uint64(asked.page_rows >> 6), np.uint64(positions.size)
-    word, block = np.uint64(0), np.uint64(0)
-    while word < words:
-        page = page_of_block[blocks[block]]
-        place, end = np.uint64(max(page, 0)) * page_words, min(word + page_words, words)
-        block += _ONE
-        missing = np.uint64(0)
-        while word < end:
-            missing |= positions[word]
-            bitmap[place] |= positions[word]
-            word += _ONE
-            place += _ONE
-        if page < 0 and missing:
-            return False
-    return True
-
-
-@compiled
-def count(union: Words) -> int:
-    """Return the number of rows in a bitmap."""
     total = 0
     for word in range(union.size):
         total += count_bits(union[word])
@@ -93,10 +66,30 @@ def count(union: Words) -> int:
 
 
 @compiled
+def _move_home(asked: Asked, request: int, positions: Words, bitmap: Words) -> bool:
+    """Set the bits of a request's positions in a bitmap over host rows."""
+    blocks, page_of_block = asked.block_table[max(request, 0)], asked.page_of_block
+    page_words, words = np.uint64(asked.page_rows >> 6), np.uint64(positions.size)
+    word, block = np.uint64(0), np.uint64(0)
+    while word < words:
+        page, all_bits = page_of_block[blocks[block]], np.uint64(0)
+        place, end = np.uint64(max(page, 0)) * page_words, min(word + page_words, words)
+        while word < end:
+            all_bits |= positions[word]
+            bitmap[place] |= positions[word]
+            word += _ONE
+            place += _ONE
+        if page < 0 and all_bits:
+            return False
+        block += _ONE
+    return True
+
+
+@compiled
 def list_rows(union: Words, rows: Int32s, rank_of_word: Int32s) -> None:
     """Write the rows of a bitmap in order, and the rank of the first row of each word.
 
-    ``rows`` has room for four more than there are.
+    ``rows`` has room for ``SPARE_ROWS`` more than there are.
     """
     rank = 0
     for word in range(union.size):
@@ -111,34 +104,3 @@ def list_rows(union: Words, rows: Int32s, rank_of_word: Int32s) -> None:
             rows[place] = (word << 6) + lowest_bit(bits)
             bits &= bits - _ONE
         rank = end
-
-
-@compiled
-def look_up(found: Found, kept: Kept, cache: Cache, missing: Int32s) -> tuple[int, int]:
-    """Find slot and tier of each row, and which rows are at home only.
-
-    Ages of the slots found get ``IN_USE``, those of kept rows the age of a hit too.
-    Returns how many rows are missing and kept, and how many are missing and not;
-    ``missing`` gets the indices of the first.
-    """
-    rows, slot_of_rank, tier, fetch = found
-    slot_of_row, unit_state, age = cache.slot_of_row, cache.unit_state, cache.age
-    map_address, kept_rows, all_kept = cache.slot_of_row_address, kept.rows, kept.all
-    number, others = 0, 0
-    for rank in range(rows.size):
-        if rank + _AHEAD < rows.size:
-            prefetch(map_address + 4 * np.int64(rows[rank + _AHEAD]))
-        row = rows[rank]
-        slot = slot_of_row[row]
-        wanted = all_kept or has(kept_rows, row)
-        slot_of_rank[rank] = slot
-        fetch[rank] = slot < 0
-        if slot < 0:
-            tier[rank] = 0
-            missing[number] = rank
-            number += wanted
-            others += not wanted
-        else:
-            tier[rank] = unit_state[slot >> 6]
-            age[slot] |= _HIT if wanted else IN_USE
-    return number, others
