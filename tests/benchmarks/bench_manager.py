@@ -1,14 +1,16 @@
 """What a scheduler step costs with our managers, beside vLLM's stock managers.
 
 The latent rows of GLM-5.3: blocks of 64 rows in 4 or 20 groups, indexer blocks of 320
-tokens. ``run`` prints nothing and asserts no times.
+tokens.
 """
 
 import time
+from collections.abc import Iterator
 from statistics import median
 from types import SimpleNamespace
 
 import torch
+from harness import Figure, Sizes, benchmark, figure
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -92,8 +94,8 @@ def decode_step(kv, state, requests, head_reserve_blocks):
         state.take_commands()
 
 
-def measure(num_groups, num_requests, context_tokens, num_steps):
-    name = f"decode step, {num_requests} requests, {num_groups} latent groups"
+def measure(num_groups, num_requests, context_tokens, num_steps) -> Iterator[Figure]:
+    name = f"decode step, 128 requests, {num_groups} latent groups, against stock managers"
     blocks_per_request = (
         num_groups * (context_tokens // BLOCK_TOKENS + BASE_UNITS + 8)
         + context_tokens // PAGE_TOKENS
@@ -127,7 +129,7 @@ def measure(num_groups, num_requests, context_tokens, num_steps):
         for _ in range(num_steps)
     ]
     ours, baseline = (median(column) for column in zip(*pairs, strict=True))
-    results = [result(name, ours, baseline)]
+    yield figure(name, ours, "us", baseline)
     parts = {
         "refill reserve": lambda: state.ledger.refill_reserve(head_reserve_blocks),
         "bind": lambda: state.bind_scheduled(output_of(requests)),
@@ -140,31 +142,14 @@ def measure(num_groups, num_requests, context_tokens, num_steps):
     }
     for part, function in parts.items():
         value = median(microseconds(function) for _ in range(num_steps))
-        results.append(result(f"{part}, {num_groups} latent groups", value, None))
-    return results
+        yield figure(f"{part}, {num_groups} latent groups", value, "us")
 
 
-def result(name, value, baseline):
-    return {
-        "name": name,
-        "value": value,
-        "unit": "us",
-        "baseline": baseline,
-        "ratio": None if baseline is None else value / baseline,
-    }
-
-
-def run(num_requests=128, context_tokens=10_000, num_steps=60):
-    """Measure; about half a minute and 1 GB at the default sizes."""
+@benchmark("managers")
+def managers(sizes: Sizes) -> Iterator[Figure]:
+    """About half a minute and 1 GB at the full sizes."""
     init_none_hash(sha256)
     register_latent_spec()
-    return [
-        entry
-        for num_groups in (4, 20)
-        for entry in measure(num_groups, num_requests, context_tokens, num_steps)
-    ]
-
-
-if __name__ == "__main__":
-    for entry in run():
-        print(entry)
+    for num_groups in (4, 20):
+        steps = 6 * sizes.least_repeats
+        yield from measure(num_groups, sizes.requests, sizes.scheduled_context, steps)

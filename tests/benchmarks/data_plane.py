@@ -5,7 +5,7 @@ from itertools import cycle, islice
 from typing import NamedTuple, TypeVar
 
 import torch
-from harness import Figure, benchmark, figure, medians
+from harness import Figure, Sizes, benchmark, figure, medians
 from selections import steps
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitState
@@ -16,7 +16,9 @@ from vllm_dhisparse.runtime.plan import Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 
-ROW_SIZE, VALUE_SIZE, TOP_K, CONTEXT = 576, 512, 2048, 100_000
+ROW_SIZE, VALUE_SIZE = 576, 512
+QUERIES = 4  # of each request: one token and three drafts
+PAGE_ROWS = 320  # an indexer block of GLM-5.3, see core.page_plan
 OPS = data_plane("cpu")
 
 Item = TypeVar("Item")
@@ -32,24 +34,28 @@ class Load(NamedTuple):
     scratch: Scratch
 
 
-def make_load(requests: int, per_step: int, rows_per_request: int, num_steps: int) -> Load:
-    blocks = -(-CONTEXT // UNIT_ROWS)
+def make_load(sizes: Sizes, requests: int, num_steps: int, shuffled: bool = False) -> Load:
+    """Each request's pages in one run, or all pages shuffled."""
+    blocks = -(-sizes.context // PAGE_ROWS)
     pages = requests * blocks
-    units = requests * rows_per_request // UNIT_ROWS
-    tables = Tables(TableSizes(pages + units, units, pages, UNIT_ROWS, 1, 1))
-    bound = tuple(PageBound(page, page) for page in range(pages))
+    units = requests * 2 * sizes.top_k // UNIT_ROWS
+    tables = Tables(TableSizes(pages + units, units, pages, PAGE_ROWS, 1, 1))
+    order = torch.arange(pages)
+    if shuffled:
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
+    bound = tuple(PageBound(page, block) for block, page in enumerate(order.tolist()))
     added = tuple(UnitAdded(unit, UnitState.OPTIONAL, (pages + unit,)) for unit in range(units))
     OPS.apply(StepCommands(0, bound + added), tables)
-    owner = torch.arange(requests, dtype=torch.int32).repeat_interleave(per_step)
+    owner = torch.arange(requests, dtype=torch.int32).repeat_interleave(QUERIES)
     asked = Queries(
         owner,
-        torch.full_like(owner, CONTEXT),
+        torch.full_like(owner, sizes.context),
         torch.arange(pages, dtype=torch.int32).view(requests, blocks),
         torch.zeros(requests, dtype=torch.bool),
     )
-    drawn = islice(steps(0, requests, per_step, CONTEXT, TOP_K), num_steps)
+    drawn = islice(steps(0, requests, QUERIES, sizes.context, sizes.top_k), num_steps)
     selections = [torch.from_numpy(step) for step in drawn]
-    keys = [(owner[:, None].long() * CONTEXT + step).flatten() for step in selections]
+    keys = [(owner[:, None].long() * sizes.context + step).flatten() for step in selections]
     return Load(tables, asked, selections, keys, Scratch())
 
 
@@ -63,47 +69,61 @@ def resolve_next(load: Load, selected: torch.Tensor) -> Resolution:
 
 
 @benchmark("resolve")
-def resolve() -> Iterable[Figure]:
-    load = make_load(requests=128, per_step=4, rows_per_request=4096, num_steps=6)
-    for selected in load.selections:
-        last = resolve_next(load, selected)
-    selections, keys = to_and_fro(load.selections), to_and_fro(load.rows_of_unique)
-    own, unique = medians(
-        lambda: resolve_next(load, next(selections)),
-        lambda: torch.unique(next(keys)),
-        repeats=9,
-    )
+def resolve(sizes: Sizes) -> Iterator[Figure]:
+    """Cold: ``torch.unique`` runs in between and leaves nothing of the tables in the caches."""
+    for title, shuffled in (("pages in runs", False), ("pages shuffled", True)):
+        load = make_load(sizes, sizes.requests, 6, shuffled)
+        for selected in load.selections:
+            last = resolve_next(load, selected)
+        selections, keys = to_and_fro(load.selections), to_and_fro(load.rows_of_unique)
+        own, unique = medians(
+            lambda load=load, selections=selections: resolve_next(load, next(selections)),
+            lambda keys=keys: torch.unique(next(keys)),
+            repeats=sizes.least_repeats,
+        )
+        yield figure(f"resolve 128 x 4 x 2048, {title}, against torch.unique", own, "ms", unique)
+        if not shuffled:
+            (warm,) = medians(
+                lambda load=load, selections=selections: resolve_next(load, next(selections)),
+                repeats=sizes.least_repeats,
+            )
+            yield figure("resolve 128 x 4 x 2048, one step after the other", warm, "ms")
     fetched, asked = int(last.fetched.sum()), int(last.selected.sum())
-    return [
-        figure("resolve 128 x 4 x 2048, against torch.unique", own, "ms", unique),
-        figure("rows fetched in it, against rows selected", fetched, "rows", asked),
-    ]
+    union = last.plans[0].union.numel()
+    yield figure("rows of the union in it, against rows selected", union, "rows", asked)
+    yield figure("rows fetched in it, against rows selected", fetched, "rows", asked)
 
 
 @benchmark("gather")
-def gather_rows() -> Iterable[Figure]:
-    pool = HostPool(1, 12_500, 64, ROW_SIZE, torch.bfloat16).layer(0).view(1, 800_000, ROW_SIZE)
-    out = torch.empty(8192, ROW_SIZE, dtype=torch.bfloat16)
-    source = cycle(pool[0, start : start + 8192] for start in range(0, 780_000, 50_000))
-    drawn = [step.flatten() for step in islice(steps(0, 4, 1, CONTEXT, TOP_K), 8)]
-    owner = torch.arange(4).repeat_interleave(TOP_K) * 2 * CONTEXT
-    index = cycle([(torch.from_numpy(step) + owner).int() for step in drawn])
+def gather_rows(sizes: Sizes) -> Iterator[Figure]:
+    requests, count = sizes.few_requests, sizes.gathered_rows
+    num_rows = 2 * requests * sizes.context
+    pool = HostPool(1, num_rows // UNIT_ROWS, UNIT_ROWS, ROW_SIZE, torch.bfloat16)
+    rows = pool.layer(0).view(1, -1, ROW_SIZE)
+    out = torch.empty(count, ROW_SIZE, dtype=torch.bfloat16)
+    last = rows.shape[1] - count
+    source = cycle(rows[0, start : start + count] for start in range(0, last, last // 16))
+    drawn = islice(steps(0, requests, 1, sizes.context, sizes.top_k), 8)
+    owner = torch.arange(requests)[:, None] * 2 * sizes.context
+    index = cycle([(torch.from_numpy(step) + owner).int().flatten() for step in drawn])
     copied, gathered = medians(
-        lambda: out.copy_(next(source)), lambda: gather(pool, next(index), out), repeats=41
+        lambda: out.copy_(next(source)),
+        lambda: gather(rows, next(index), out),
+        repeats=4 * sizes.least_repeats,
     )
     size = out.nbytes / 1e6
-    return [
-        figure("gather 8192 rows of 1152 B against memcpy", size / gathered, "GB/s", size / copied)
-    ]
+    yield figure(
+        "gather 8192 rows of 1152 B against memcpy", size / gathered, "GB/s", size / copied
+    )
 
 
 @benchmark("retrieve")
-def resolve_and_retrieve() -> Iterable[Figure]:
-    load = make_load(requests=4, per_step=4, rows_per_request=4096, num_steps=8)
-    sizes = load.tables.sizes
+def resolve_and_retrieve(sizes: Sizes) -> Iterator[Figure]:
+    load = make_load(sizes, sizes.few_requests, 8)
+    table_sizes = load.tables.sizes
     # As many layers as share a selection in GLM-5.2 and later: 78 in 21 groups.
-    pool = HostPool(4, sizes.num_pages, UNIT_ROWS, ROW_SIZE, torch.bfloat16)
-    slabs = torch.ones(4, sizes.num_blocks, UNIT_ROWS + 2, ROW_SIZE, dtype=torch.bfloat16)
+    pool = HostPool(4, table_sizes.num_pages, PAGE_ROWS, ROW_SIZE, torch.bfloat16)
+    slabs = torch.ones(4, table_sizes.num_blocks, UNIT_ROWS + 2, ROW_SIZE, dtype=torch.bfloat16)
     staging = torch.ones(1 << 15, ROW_SIZE, dtype=torch.bfloat16)
     column = load.tables.unit_blocks[:, 0]
 
@@ -120,7 +140,7 @@ def resolve_and_retrieve() -> Iterable[Figure]:
         resolve_next(load._replace(scratch=Scratch()), selected)
         for selected in load.selections[::-1]
     ][::-1]
-    layer, number = cycle(range(4)), len(load.selections)
+    layer = cycle(range(4))
     for title, layers in (
         ("one layer", lambda: [next(layer)]),
         ("a group of 4 layers", lambda: range(4)),
@@ -131,20 +151,20 @@ def resolve_and_retrieve() -> Iterable[Figure]:
                 resolve_next(load, next(selections)), layers()
             ),
             lambda layers=layers, plans=plans: retrieve(next(plans), layers()),
-            repeats=6 * (number - 1),
+            repeats=5 * sizes.least_repeats,
         )
         name = f"resolve + retrieve, 4 x 4 x 2048, {title}, against retrieve"
         yield figure(name, whole, "ms", alone)
 
 
 @benchmark("attend")
-def attend() -> Iterable[Figure]:
+def attend(sizes: Sizes) -> Iterator[Figure]:
     rows = torch.randn(1, 30_000, ROW_SIZE).bfloat16()
-    remap = torch.randint(0, 30_000, (8, TOP_K), dtype=torch.int32)
-    picked, scratch = torch.empty(TOP_K, ROW_SIZE, dtype=torch.bfloat16), Scratch()
+    remap = torch.randint(0, 30_000, (8, sizes.top_k), dtype=torch.int32)
+    picked, scratch = torch.empty(sizes.top_k, ROW_SIZE, dtype=torch.bfloat16), Scratch()
     for num_heads in (16, 64):
         query = torch.randn(8, num_heads, ROW_SIZE).bfloat16()
-        weights = torch.rand(num_heads, TOP_K).bfloat16()
+        weights = torch.rand(num_heads, sizes.top_k).bfloat16()
 
         def gathers() -> None:
             for token in range(8):
@@ -159,6 +179,6 @@ def attend() -> Iterable[Figure]:
         def whole(query: torch.Tensor = query) -> None:
             OPS.attend(query, rows, remap, 0.1, VALUE_SIZE, scratch)
 
-        alone, limit, own = medians(gathers, products, whole)
+        alone, limit, own = medians(gathers, products, whole, repeats=2 * sizes.least_repeats)
         title = f"attend 8 x 2048 bf16, {num_heads} heads, against its two products"
         yield figure(title, own - alone, "ms", limit - alone)

@@ -6,23 +6,42 @@ from statistics import median
 from typing import NamedTuple
 
 
+class Sizes(NamedTuple):
+    """How much a benchmark measures; names of figures say the full sizes."""
+
+    requests: int
+    few_requests: int
+    context: int
+    top_k: int
+    gathered_rows: int
+    scheduled_context: int  # tokens of a request in the block managers
+    least_repeats: int
+
+
+FULL = Sizes(128, 4, 100_000, 2048, 8192, 10_000, 9)
+TINY = Sizes(2, 2, 2000, 64, 128, 500, 2)
+
+
 class Figure(NamedTuple):
-    """One measured figure beside its baseline from the same run; ``ratio`` = value / baseline."""
+    """One measured figure, beside its baseline from the same run if it has one.
+
+    ``ratio``: value / baseline.
+    """
 
     name: str
     value: float
     unit: str
-    baseline: float
-    ratio: float
+    baseline: float | None
+    ratio: float | None
 
     def __str__(self) -> str:
-        return (
-            f"{self.name:60} {self.value:10.3f} {self.unit:5}"
-            f" baseline {self.baseline:10.3f}  ratio {self.ratio:6.3f}"
-        )
+        text = f"{self.name:72} {self.value:10.3f} {self.unit:5}"
+        if self.baseline is None:
+            return text
+        return f"{text} baseline {self.baseline:10.3f}  ratio {self.ratio:6.3f}"
 
 
-Benchmark = Callable[[], Iterable[Figure]]
+Benchmark = Callable[[Sizes], Iterable[Figure]]
 BENCHMARKS: dict[str, Benchmark] = {}
 
 
@@ -36,11 +55,11 @@ def benchmark(name: str) -> Callable[[Benchmark], Benchmark]:
     return register
 
 
-def figure(name: str, value: float, unit: str, baseline: float) -> Figure:
-    return Figure(name, value, unit, baseline, value / baseline)
+def figure(name: str, value: float, unit: str, baseline: float | None = None) -> Figure:
+    return Figure(name, value, unit, baseline, None if baseline is None else value / baseline)
 
 
-def medians(*functions: Callable[[], object], repeats: int = 15) -> list[float]:
+def medians(*functions: Callable[[], object], repeats: int) -> list[float]:
     """Median milliseconds of thread time of each function, one call of each in turn.
 
     Thread time leaves out what other programs on the machine take.

@@ -3,12 +3,14 @@
 import argparse
 import json
 import platform
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import bench_manager  # noqa: F401 - registers its benchmarks
 import data_plane  # noqa: F401 - registers its benchmarks
 import numba
 import torch
-from harness import BENCHMARKS
+from harness import BENCHMARKS, FULL, TINY, Figure
 
 
 def machine() -> dict[str, str | int]:
@@ -25,22 +27,26 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def main() -> None:
+def figures(only: str, tiny: bool) -> Iterator[Figure]:
+    for name, benchmark in BENCHMARKS.items():
+        if only in name:
+            yield from benchmark(TINY if tiny else FULL)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--only", help="run the benchmarks whose name contains this")
-    arguments = parser.parse_args()
+    parser.add_argument("--only", default="", help="run the benchmarks whose name contains this")
+    parser.add_argument("--tiny", action="store_true", help="run in seconds; figures mean nothing")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    figures = []
-    for name, benchmark in BENCHMARKS.items():
-        if arguments.only and arguments.only not in name:
-            continue
-        for figure in benchmark():
-            figures.append(figure._asdict())
-            print(figure, flush=True)
-    if arguments.json:
-        content = {"machine": machine(), "figures": figures}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    collected = []
+    for figure in figures(options.only, options.tiny):
+        collected.append(figure._asdict())
+        print(figure, flush=True)
+    if options.json:
+        content = {"machine": machine(), "figures": collected}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

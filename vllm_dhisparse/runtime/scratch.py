@@ -1,8 +1,12 @@
 """Memory that a step needs and the next step needs again."""
 
 from math import prod
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+
+from vllm_dhisparse.runtime.host_memory import advise_huge_pages
 
 
 class Scratch:
@@ -14,6 +18,7 @@ class Scratch:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the buffer ``name``, uninitialised, as a tensor of this shape."""
@@ -21,9 +26,20 @@ class Scratch:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(_next_power_of_two(size), dtype=dtype, device=self._device)
+            if buffer.device.type == "cpu":
+                advise_huge_pages(buffer.data_ptr(), buffer.nbytes)
             self._buffers[name] = buffer
+            self._arrays.pop(name, None)
         assert buffer.dtype == dtype, f"buffer {name} has another dtype"
         return buffer[:size].view(shape)
+
+    def array(self, name: str, size: int, dtype: torch.dtype) -> NDArray[Any]:
+        """Return the buffer ``name`` as an array of ``size``: ``take`` at a tenth of its time."""
+        array = self._arrays.get(name)
+        if array is None or array.size < size:
+            self.take(name, size, dtype=dtype)
+            array = self._arrays[name] = self._buffers[name].numpy()
+        return array[:size]
 
     @property
     def num_bytes(self) -> int:

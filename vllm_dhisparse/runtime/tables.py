@@ -100,15 +100,12 @@ class Tables:
         self.row_of_slot = table(groups, sizes.num_slots)
         self.age = table(groups, sizes.num_slots, value=0, dtype=torch.uint8)
         self.hand = table(groups, 1, value=0)
+        fields = (self.slot_of_row, self.row_of_slot, self.age, self.hand)
+        self._groups = [GroupTables(*views) for views in zip(*fields, strict=True)]
 
     def group(self, index_group: int) -> GroupTables:
         """Views of one index group's tables."""
-        return GroupTables(
-            self.slot_of_row[index_group],
-            self.row_of_slot[index_group],
-            self.age[index_group],
-            self.hand[index_group],
-        )
+        return self._groups[index_group]
 
     def check_integrity(self) -> None:
         """Assert that every table agrees with its inverse and that only live units hold rows."""

@@ -3,7 +3,8 @@
 import numpy as np
 
 from vllm_dhisparse.runtime.cpu.native import compiled
-from vllm_dhisparse.runtime.cpu.state import Asked, Bytes, Found, Int32s, Words
+from vllm_dhisparse.runtime.cpu.state import Asked, Bytes, Found, Int32s, Kept, Words
+from vllm_dhisparse.runtime.cpu.union import has
 
 _ONE = np.uint64(1)
 _LOW_BITS = np.uint64(63)
@@ -52,7 +53,7 @@ def pick(part: Found, step: Found, pending: Bytes) -> None:
     rows, slot, tier, fetch = part
     all_rows, all_slots, all_tiers, _ = step
     place = 0
-    for rank in range(rows.size):
+    for rank in range(slot.size):
         while all_rows[place] != rows[rank]:
             place += 1
         slot[rank] = all_slots[place]
@@ -60,3 +61,14 @@ def pick(part: Found, step: Found, pending: Bytes) -> None:
         fetch[rank] = pending[place]
         if slot[rank] >= 0:
             pending[place] = 0
+
+
+@compiled
+def count_fetches(part: Found, kept: Kept) -> tuple[int, int]:
+    """Return how many of the rows that a pass fetches are kept, and how many are not."""
+    rows, fetch = part.rows, part.fetch
+    total, inside = 0, 0
+    for rank in range(fetch.size):
+        total += fetch[rank]
+        inside += fetch[rank] and (kept.all or has(kept.rows, rows[rank]))
+    return inside, total - inside

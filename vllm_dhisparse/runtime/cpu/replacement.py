@@ -1,92 +1,99 @@
 """Letting fetched rows into the cache: ``core.clock.sweep`` as one walk of the hand."""
 
+import numpy as np
+
 from vllm_dhisparse.core.clock import FRESH_AGE, MAX_AGE
 from vllm_dhisparse.core.commands import UnitState
-from vllm_dhisparse.runtime.cpu.native import compiled
-from vllm_dhisparse.runtime.cpu.state import IN_USE, Bytes, Cache, Found, Int32s, Kept
-from vllm_dhisparse.runtime.cpu.union import has
+from vllm_dhisparse.runtime.cpu.native import compiled, count_bits, lowest_bit, prefetch
+from vllm_dhisparse.runtime.cpu.state import IN_USE, Cache, Found, Int32s
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
-_FRESH_AGE, _TURNS, _REQUIRED = FRESH_AGE, MAX_AGE + 1, int(UnitState.REQUIRED)
-_UNIT_ROWS = UNIT_ROWS
+_UNIT_ROWS, _TURNS, _REQUIRED = UNIT_ROWS, MAX_AGE + 1, int(UnitState.REQUIRED)
+_TAKEN = IN_USE | np.uint8(FRESH_AGE)
+_ONE = np.uint64(1)
+_AHEAD = 32  # rows between the prefetch of a map entry and its change
 
 
 @compiled
-def let_in(found: Found, kept: Kept, cache: Cache) -> None:
-    """Give slots to missing rows that are kept, in order; slots in use are never taken."""
-    rows, slot, _, fetch = found
-    slot_of_row, row_of_slot, age = cache.slot_of_row, cache.row_of_slot, cache.age
-    hand, unit_state, num_slots = cache.hand, cache.unit_state, row_of_slot.size
-    first, walked = hand[0], 0
-    rank = _fill_empty(_next(0, rows, fetch, kept), found, kept, cache)
-    while walked < _TURNS * num_slots and rank < rows.size:
-        last = (first // _UNIT_ROWS + 1) * _UNIT_ROWS
-        walked += last - first
-        if unit_state[first // _UNIT_ROWS] >= _REQUIRED:
-            stop = last
-            for place in range(first, last):
-                if age[place] == 0:
-                    slot_of_row[row_of_slot[place]] = -1
-                    row_of_slot[place] = rows[rank]
-                    slot_of_row[rows[rank]] = place
-                    slot[rank] = place
-                    age[place] = IN_USE | _FRESH_AGE
-                    hand[0] = (place + 1) % num_slots
-                    rank = _next(rank + 1, rows, fetch, kept)
-                    if rank == rows.size:
-                        stop = place
-                        break
-            for place in range(first, stop):
-                age[place] -= (age[place] > 0) & (age[place] < IN_USE)
-        first = last % num_slots
+def let_in(found: Found, missing: Int32s, taken: Int32s, cache: Cache) -> None:
+    """Give slots to the missing rows, in order, as long as there are any.
 
-    for place in range(num_slots):
-        age[place] &= ~IN_USE
+    Slots in use are never taken. ``missing`` holds indices into ``found``; ``taken`` is
+    scratch of the same size.
+    """
+    age = cache.age
+    number = _take_oldest(_take_empty(taken, cache), taken, cache)
+    _move_in(found, missing[:number], taken, cache)
+    for slot in range(age.size):
+        age[slot] &= ~IN_USE
 
 
 @compiled
-def _fill_empty(rank: int, found: Found, kept: Kept, cache: Cache) -> int:
-    """Put rows from ``rank`` on into empty slots; return the next row without a slot."""
-    rows, slot, _, fetch = found
-    slot_of_row, row_of_slot, age = cache.slot_of_row, cache.row_of_slot, cache.age
-    unit_state, num_slots = cache.unit_state, row_of_slot.size
+def _take_empty(taken: Int32s, cache: Cache) -> int:
+    """Take empty slots from the hand on; return their number."""
+    row_of_slot, age, unit_state = cache.row_of_slot, cache.age, cache.unit_state
+    num_slots, number = row_of_slot.size, 0
     first, walked = cache.hand[0], 0
-    while walked < num_slots and rank < rows.size:
+    while walked < num_slots and number < taken.size:
         last = min((first // _UNIT_ROWS + 1) * _UNIT_ROWS, first + num_slots - walked)
         walked += last - first
         if unit_state[first // _UNIT_ROWS] >= _REQUIRED:
-            empty = 0
-            for place in range(first, last):
-                empty += row_of_slot[place] < 0
-            for place in range(first, last if empty else first):
-                if row_of_slot[place] < 0 and rank < rows.size:
-                    row_of_slot[place] = rows[rank]
-                    slot_of_row[rows[rank]] = place
-                    slot[rank] = place
-                    age[place] = IN_USE | _FRESH_AGE
-                    rank = _next(rank + 1, rows, fetch, kept)
+            rows, least = row_of_slot[first:last], np.int32(0)
+            for offset in range(rows.size):
+                least |= rows[offset]
+            for offset in range(rows.size if least < 0 else 0):
+                if rows[offset] < 0 and number < taken.size:
+                    taken[number] = first + offset
+                    age[first + offset] = _TAKEN
+                    number += 1
         first = last % num_slots
-    return rank
+    return number
 
 
 @compiled
-def _next(rank: int, rows: Int32s, fetch: Bytes, kept: Kept) -> int:
-    """Return the first rank from ``rank`` on whose row is missing and kept."""
-    while rank < rows.size and not (fetch[rank] and (kept.all or has(kept.rows, rows[rank]))):
-        rank += 1
-    return rank
+def _take_oldest(number: int, taken: Int32s, cache: Cache) -> int:
+    """Add slots to the ``number`` taken as the hand finds them; return how many it then is."""
+    unit_state, num_slots, num_empty = cache.unit_state, cache.age.size, number
+    first, walked = cache.hand[0], 0
+    while walked < _TURNS * num_slots and number < taken.size:
+        last = (first // _UNIT_ROWS + 1) * _UNIT_ROWS
+        walked += last - first
+        if unit_state[first // _UNIT_ROWS] >= _REQUIRED:
+            age, old = cache.age[first:last], np.uint64(0)
+            for offset in range(age.size):
+                old |= np.uint64(age[offset] == 0) << np.uint64(offset)
+            stop = 0
+            for index in range(number, min(number + count_bits(old), taken.size)):
+                stop = lowest_bit(old)
+                old &= old - _ONE
+                taken[index] = first + stop
+                age[stop] = _TAKEN
+                number += 1
+            passed = age[:stop] if number == taken.size else age
+            for offset in range(passed.size):
+                passed[offset] -= (passed[offset] > 0) & (passed[offset] < IN_USE)
+        first = last % num_slots
+    if number > num_empty:
+        cache.hand[0] = (taken[number - 1] + 1) % num_slots
+    return number
 
 
 @compiled
-def count_fetches(found: Found, kept: Kept) -> tuple[int, int]:
-    """Return how many of the fetched rows are kept, and how many are not."""
-    rows, _, _, fetch = found
-    total, inside = 0, 0
-    for rank in range(rows.size):
-        total += fetch[rank]
-    if kept.all:
-        return total, 0
-    for rank in range(rows.size):
-        if fetch[rank]:
-            inside += has(kept.rows, rows[rank])
-    return inside, total - inside
+def _move_in(found: Found, missing: Int32s, taken: Int32s, cache: Cache) -> None:
+    """Move each missing row into the slot taken for it, and the row that was there out."""
+    rows, slot_of_rank = found.rows, found.slot
+    slot_of_row, row_of_slot, map_address = (
+        cache.slot_of_row,
+        cache.row_of_slot,
+        cache.slot_of_row_address,
+    )
+    for index in range(missing.size):
+        if index + _AHEAD < missing.size:
+            prefetch(map_address + 4 * np.int64(row_of_slot[taken[index + _AHEAD]]))
+            prefetch(map_address + 4 * np.int64(rows[missing[index + _AHEAD]]))
+        slot, row = taken[index], rows[missing[index]]
+        if row_of_slot[slot] >= 0:
+            slot_of_row[row_of_slot[slot]] = -1
+        row_of_slot[slot] = row
+        slot_of_row[row] = slot
+        slot_of_rank[missing[index]] = slot

@@ -16,6 +16,9 @@ Bytes: TypeAlias = NDArray[np.uint8]
 IN_USE = np.uint8(0x80)
 """Set in the age of a slot that the step reads, during the step."""
 
+SPARE_ROWS = 4
+"""What a listing may write beyond the last row."""
+
 
 class Asked(NamedTuple):
     """Selections of the step, and what turns positions into host rows; see ``Queries``."""
@@ -41,12 +44,28 @@ class Cache(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Rows of a union, ascending, and what is known about each; see ``Plan``."""
+    """Rows of a union, ascending, and what is known about each; see ``Plan``.
+
+    ``rows`` has room for ``SPARE_ROWS`` more.
+    """
 
     rows: Int32s
     slot: Int32s
     tier: Bytes
     fetch: Bytes
+
+
+class Bitmaps(NamedTuple):
+    """Union of the step, and the same in the order of one request's positions.
+
+    ``union`` has a word for 64 host rows and ``rank_of_word`` counts the rows before each;
+    ``position_words`` and ``position_ranks`` are scratch of the longest request.
+    """
+
+    union: Words
+    rank_of_word: Int32s
+    position_words: Words
+    position_ranks: Int32s
 
 
 class Kept(NamedTuple):
