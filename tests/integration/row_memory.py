@@ -69,6 +69,31 @@ def rows_of(contents, layer):
     return torch.stack([mixed >> shift & 0xFFFFF for shift in (0, 20, 40)], dim=-1).float()
 
 
+def check_plans(plans, union, before, after):
+    """Laws 2 and 4: a row of the union keeps its slot, and a missing one is fetched once.
+
+    Args:
+        plans: of one index group and step.
+        union: [n] int64 - the rows that they should read.
+        before: ``slot_of_row`` after the step's writes.
+        after: ``slot_of_row`` now.
+
+    """
+    rows, slot, fetch = (
+        torch.cat([getattr(plan, name) for plan in plans]) for name in ("union", "slot", "fetch")
+    )
+    rows = rows.long()
+    assert torch.equal(rows.unique(), union)
+    assert torch.equal(slot, after[rows]), "a row of the union was a victim"
+    on_device = before[rows] >= 0
+    assert torch.equal(slot[on_device], before[rows[on_device]]), "a row of the union moved"
+    assert not fetch[on_device].any(), "a row on the device was fetched"
+    # Without a slot, each plan that reads the row fetches it.
+    assert fetch[slot < 0].all()
+    entered = union[(before[union] < 0) & (after[union] >= 0)]
+    assert torch.equal(rows[fetch & (slot >= 0)].sort().values, entered), "fetched twice or never"
+
+
 class RowMemory:
     """Tables, host pool, slabs and staging. All memory is NaN until a row is written."""
 
@@ -130,7 +155,7 @@ class RowMemory:
         return self.tables.unit_of_block[slots // UNIT_ROWS] * UNIT_ROWS + slots % UNIT_ROWS
 
     def resolve(self, group, batch, host_rows, written):
-        """Draw a selection and resolve it; laws 2 and 4 as far as a plan shows them."""
+        """Draw a selection and resolve it."""
         slot_of_row, queries = self.tables.slot_of_row[group], batch.queries
         before = slot_of_row.clone()
         assert torch.equal(before[host_rows].long(), written), "a written row is not in the map"
@@ -139,36 +164,29 @@ class RowMemory:
         request = queries.request_of_token[:, None].long()
         position = selected.where(valid, torch.zeros_like(selected)).long()
         rows = self.host_rows_of(queries.block_table, request, position)
-        wanted = rows[valid].unique()
+        union = rows[valid].unique()
 
         plans, counted, fetched = self.ops.resolve(
             selected, queries, self.tables, group, len(self.staging), self.scratch
         )
-        missing = wanted[before[wanted] < 0]
-        union = torch.cat([plan.union for plan in plans])
-        assert torch.equal(union.unique(), wanted.int())
-        assert len(plans) == 1 or len(wanted) > len(self.staging)
+        assert len(plans) == 1 or len(union) > len(self.staging)
         assert torch.equal(torch.cat([plan.remap for plan in plans]) >= 0, valid)
-        was = before[union.long()]
-        slot, fetch = (torch.cat([getattr(p, name) for p in plans]) for name in ("slot", "fetch"))
-        assert torch.equal(slot, slot_of_row[union.long()]), "a row of the union was a victim"
-        assert torch.equal(slot[was >= 0], was[was >= 0]), "a row of the union moved"
-        assert not fetch[was >= 0].any(), "a row on the device was fetched"
-        assert fetch[slot < 0].all(), "a row without a slot comes from the host"
-        kept = union[fetch & (slot >= 0)]
-        assert torch.equal(kept.sort().values, missing[slot_of_row[missing] >= 0].int()), "fetches"
-        assert fetched.sum() == fetch.sum()
+        check_plans(plans, union, before, slot_of_row)
         assert counted.sum() == valid.sum()
-        cache = self.tables.unit_state >= UnitState.REQUIRED
+        assert fetched.sum() == sum(plan.fetch.sum() for plan in plans)
+
+        missing = union[before[union] < 0]
+        num_entered = int((slot_of_row[missing] >= 0).sum())
+        has_cache = bool((self.tables.unit_state >= UnitState.REQUIRED).any())
         self.events.update(
             {
-                "shared": len((rows + request * before.numel())[valid].unique()) - len(wanted),
-                "hits": len(wanted) - len(missing),
+                "shared": len((rows + request * len(before))[valid].unique()) - len(union),
+                "hits": len(union) - len(missing),
                 "fetches": len(missing),
-                "entered the cache": len(kept),
+                "entered the cache": num_entered,
+                "cache too small": has_cache * (len(missing) - num_entered),
+                "no cache": int(not has_cache),
                 "more passes": len(plans) - 1,
-                "cache too small": int(cache.any()) and len(missing) - len(kept),
-                "no cache": int(not cache.any()),
             }
         )
         return Asked(plans, batch.history[request, position], missing)
@@ -235,6 +253,7 @@ class RowMemory:
             assert torch.equal(on_device, at_home[row]), "a slot holds another row than the host"
 
     def check_empty(self):
+        """Law 8: nothing is left when everything has ended."""
         assert (self.tables.page_of_block == NO_PAGE).all()
         assert (self.tables.unit_state == UnitState.DEAD).all()
         self.tables.check_integrity()
