@@ -46,6 +46,7 @@ class Setup:
     # Of the worker only.
     implementation: str = "cpu"
     num_index_groups: int = 1
+    top_k: int = 8
     staging_rows: int = 2048
     seed: int = 0
 

@@ -13,7 +13,6 @@ from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import NO_PAGE, UNIT_ROWS, Tables, TableSizes
 
 ROW_SIZE = 3
-TOP_K = 8
 NAN = float("nan")
 
 
@@ -124,6 +123,7 @@ class RowMemory:
         self.slabs = torch.full((num_slabs, setup.num_blocks, UNIT_ROWS, ROW_SIZE), NAN)
         self.staging = torch.full((setup.staging_rows, ROW_SIZE), NAN)
         self.random = torch.Generator().manual_seed(setup.seed)
+        self.top_k = setup.top_k
         self.events = Counter()
 
     def apply(self, commands, units, pages):
@@ -176,15 +176,17 @@ class RowMemory:
         assert fetched.sum() == sum(plan.fetch.sum() for plan in plans)
 
         missing = union[before[union] < 0]
-        num_entered = int((slot_of_row[missing] >= 0).sum())
+        entered = slot_of_row[missing] >= 0
+        # Rows of prefills alone do not enter.
+        asked_for = torch.isin(missing, rows[valid & ~queries.is_prefill[request]])
         has_cache = bool((self.tables.unit_state >= UnitState.REQUIRED).any())
         self.events.update(
             {
                 "shared": len((rows + request * len(before))[valid].unique()) - len(union),
                 "hits": len(union) - len(missing),
                 "fetches": len(missing),
-                "entered the cache": num_entered,
-                "cache too small": has_cache * (len(missing) - num_entered),
+                "entered the cache": int(entered.sum()),
+                "cache too small": has_cache * int((asked_for & ~entered).sum()),
                 "no cache": int(not has_cache),
                 "more passes": len(plans) - 1,
             }
@@ -193,7 +195,7 @@ class RowMemory:
 
     def select(self, queries):
         """Positions near and far, of the first rows that prefixes share, and none."""
-        shape = len(queries.visible), TOP_K
+        shape = len(queries.visible), self.top_k
         visible = queries.visible[:, None]
         far = (torch.rand(shape, generator=self.random) * visible).int()
         recent = visible - torch.randint(-1, 6, shape, generator=self.random)

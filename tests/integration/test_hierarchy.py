@@ -16,7 +16,7 @@ from .kv_world import World
 
 IMPLEMENTATIONS = ["reference", "cpu"]
 SEEDS = range(12)
-NUM_EVENTS = 350
+NUM_EVENTS = 300
 EVENTS = {
     # of the scheduler
     "hit tokens",
@@ -56,7 +56,8 @@ setups = st.builds(
     defers_frees=st.booleans(),
     implementation=st.sampled_from(IMPLEMENTATIONS),
     num_index_groups=st.integers(1, 2),
-    staging_rows=st.sampled_from([2048, 48]),
+    top_k=st.sampled_from([8, 96]),
+    staging_rows=st.sampled_from([2048, 128]),
     seed=st.integers(0, 1000),
 )
 
@@ -130,7 +131,7 @@ class Hierarchy(RuleBasedStateMachine):
 
 TestHierarchy = Hierarchy.TestCase
 TestHierarchy.settings = settings(
-    max_examples=250,
+    max_examples=150,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
@@ -150,27 +151,29 @@ def run_seed(seed, implementation):
             page_tokens=[64, 128][seed % 5 == 3],
             num_groups=[3, 1, 4][seed % 3],
             num_indexer_groups=[1, 3, 1, 2][seed % 4],
-            base_units=draw.randrange(3),
+            base_units=[1, 0, 2, 1][seed % 4],
             num_drafts=[3, 0][seed % 5 == 4],
             lag=[1, 2, 0][seed % 3],
             caching=seed % 6 != 5,
-            residency="fixed" if seed % 4 == 3 else "adaptive",
+            residency=["adaptive", "fixed"][seed % 2],
             indexer_first=bool(seed & 1),
             defers_frees=seed % 4 == 2,
             implementation=implementation,
             num_index_groups=1 + seed % 2,
-            staging_rows=[2048, 48][seed % 4 == 1],
+            top_k=[8, 96][seed // 2 % 2],
+            staging_rows=[2048, 128][seed % 4 == 1],
             seed=seed,
         )
     )
     rare = [
         lambda: world.abort(draw.randrange(20)),
         lambda: world.preempt_any(draw.randrange(8)),
-        lambda: world.set_base_units(draw.randrange(4)),
         lambda: world.evict_prefixes(draw.randrange(1000)),
         lambda: world.state.ledger.give_up(draw.randrange(1, 4)),
         world.update,
     ]
+    if world.setup.residency == "adaptive":
+        rare.append(lambda: world.set_base_units(draw.randrange(4)))
     for _ in range(NUM_EVENTS):
         event = draw.random()
         if event < 0.18 and len(world.waiting) < 6:
