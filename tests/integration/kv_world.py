@@ -1,111 +1,16 @@
-"""vLLM's real KVCacheManager under a small scheduler, with a worker that runs steps late."""
+"""A small scheduler on vLLM's real KVCacheManager, with a worker that runs steps late."""
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SparseCacheRole,
-)
 from vllm.v1.request import Request
 
-from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
-from vllm_dhisparse.integration.manager import register_latent_spec
-from vllm_dhisparse.integration.scheduler_state import SchedulerState
+from vllm_dhisparse.runtime.tables import NO_PAGE
 
-from .model_worker import ModelWorker, Work
-
-BLOCK_TOKENS = 16
-PAGE_TOKENS = 64
-MAX_CHUNK = 96
-
-register_latent_spec()
-init_none_hash(sha256)
-block_hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-
-
-@dataclass(frozen=True)
-class Setup:
-    num_blocks: int = 220
-    num_pages: int = 40
-    num_groups: int = 3
-    num_indexer_groups: int = 1
-    base_units: int = 2
-    num_drafts: int = 3
-    lag: int = 1
-    caching: bool = True
-    residency: str = "adaptive"
-    indexer_first: bool = False
-    defers_frees: bool = False
-    seed: int = 0
-
-
-def latent_spec(base_units, block_tokens=BLOCK_TOKENS):
-    return DHiSparseLatentSpec(
-        block_size=block_tokens,
-        num_kv_heads=1,
-        head_size=576,
-        dtype=torch.bfloat16,
-        base_units_per_request=base_units,
-    )
-
-
-def indexer_spec(page_tokens=PAGE_TOKENS):
-    return MLAAttentionSpec(
-        block_size=page_tokens,
-        num_kv_heads=1,
-        head_size=132,
-        dtype=torch.uint8,
-        cache_role=SparseCacheRole.INDEXER,
-    )
-
-
-def make_kv_cache_manager(setup, **kwargs):
-    latent = [
-        KVCacheGroupSpec([f"latent.{g}"], latent_spec(setup.base_units))
-        for g in range(setup.num_groups)
-    ]
-    indexer = [
-        KVCacheGroupSpec([f"indexer.{g}"], indexer_spec()) for g in range(setup.num_indexer_groups)
-    ]
-    groups = indexer + latent if setup.indexer_first else latent + indexer
-    return KVCacheManager(
-        KVCacheConfig(num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-        max_model_len=100_000,
-        scheduler_block_size=PAGE_TOKENS,
-        hash_block_size=BLOCK_TOKENS,
-        enable_caching=setup.caching,
-        **kwargs,
-    )
-
-
-def make_state(kv_cache_manager, setup):
-    return SchedulerState(
-        kv_cache_manager,
-        num_pages=setup.num_pages,
-        residency=setup.residency,
-        max_in_flight_tokens=(setup.lag + 1) * MAX_CHUNK,
-        num_lookahead_tokens=setup.num_drafts,
-    )
-
-
-def make_request(request_id, tokens, max_tokens=10_000):
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=list(tokens),
-        sampling_params=SamplingParams(max_tokens=max_tokens),
-        pooling_params=None,
-        block_hasher=block_hasher,
-    )
+from .kv_setup import MAX_CHUNK, make_kv_cache_manager, make_request, make_state
+from .model_worker import Message, ModelWorker, Work
 
 
 @dataclass
@@ -127,7 +32,11 @@ class World:
         self.kv = make_kv_cache_manager(setup)
         self.state = make_state(self.kv, setup)
         self.pool = self.kv.block_pool
-        self.worker = ModelWorker(setup.num_groups, BLOCK_TOKENS, PAGE_TOKENS, setup.seed)
+        self.latent = [manager.kv_cache_group_id for manager in self.state._latent]
+        num_groups = setup.num_groups + setup.num_indexer_groups
+        self.indexer = [group for group in range(num_groups) if group not in self.latent]
+        assert self.indexer[0] == self.state._address.kv_cache_group_id
+        self.worker = ModelWorker(setup)
         self.prompts = random.Random(setup.seed)
         self.prefixes = [self.tokens(self.prompts.randrange(64, 400)) for _ in range(4)]
         self.waiting = deque()
@@ -135,7 +44,7 @@ class World:
         self.in_flight = deque()
         self.deferred = deque()
         self.num_scheduled = self.num_updated = self.num_requests = 0
-        self.num_preemptions = self.num_refusals = self.num_hit_tokens = 0
+        self.events = Counter()
 
     def tokens(self, count):
         return [self.prompts.randrange(50) for _ in range(count)]
@@ -202,12 +111,13 @@ class World:
         )
         if blocks is None:
             assert self.trace() == before, "a refused admission left a trace"
-            self.num_refusals += 1
+            self.events["refused"] += 1
             return None
         self.state.on_admitted(request, self.kv.get_blocks(request.request_id))
         request.num_computed_tokens = num_hit
         life.prefill_end = request.num_tokens
-        self.num_hit_tokens += num_hit
+        self.events["hit tokens"] += num_hit
+        self.events["resumed"] += life.epoch > 0
         return life, True, num_tokens, (list(request.all_token_ids), num_hit)
 
     def trace(self):
@@ -220,25 +130,33 @@ class World:
     def finish_schedule(self, works):
         ids = {life.request.request_id: num_tokens for life, _, num_tokens, _ in works}
         self.state.bind_scheduled(SimpleNamespace(num_scheduled_tokens=ids))
-        messages = []
+        sent = []
         for life, is_prefill, num_tokens, prompt in works:
             request = life.request
             tables = self.kv.get_block_ids(request.request_id)
-            messages.append(
+            sent.append(
                 Work(
                     request.request_id,
                     life.epoch,
                     is_prefill,
                     num_tokens,
                     prompt,
-                    [tables[m.kv_cache_group_id] for m in self.state._latent],
-                    tables[self.state._address.kv_cache_group_id],
+                    [tables[group] for group in self.latent],
+                    [tables[group] for group in self.indexer],
                 )
             )
             request.num_computed_tokens += num_tokens
             request.num_in_flight_tokens += num_tokens
             life.steps_in_flight += 1
-        self.in_flight.append((self.state.take_commands(), works, messages))
+        self.events["out of pages"] += not self.state.pages.num_free
+        pages = [self.state.pages.page_of(block) for block in range(self.setup.num_blocks)]
+        message = Message(
+            self.state.take_commands(),
+            sent,
+            self.state.ledger.blocks_by_state(),
+            [NO_PAGE if page is None else page for page in pages],
+        )
+        self.in_flight.append((message, [life for life, *_ in works]))
         self.num_scheduled += 1
         while len(self.in_flight) > self.setup.lag:
             self.update()
@@ -247,24 +165,25 @@ class World:
         """Process the output of the oldest step in flight, if any."""
         if not self.in_flight:
             return
-        commands, works, messages = self.in_flight.popleft()
+        message, lives = self.in_flight.popleft()
         self.num_updated += 1
-        assert commands.step == self.num_updated
-        results = self.worker.step(commands.commands, messages)
+        assert message.commands.step == self.num_updated
+        results = self.worker.step(message)
         while self.deferred and self.deferred[0][0] <= self.num_updated:
             self.pool.free_blocks(reversed(self.deferred.popleft()[1]))
-        for (life, is_prefill, num_tokens, _), message in zip(works, messages, strict=True):
-            if life.epoch != message.epoch:
+        for life, work in zip(lives, message.works, strict=True):
+            if life.epoch != work.epoch:
                 continue
             request = life.request
             new_tokens = results[request.request_id]
             life.steps_in_flight -= 1
-            request.num_in_flight_tokens -= num_tokens
-            if not is_prefill:
-                request.num_computed_tokens -= num_tokens - len(new_tokens)
+            request.num_in_flight_tokens -= work.num_tokens
+            if not work.is_prefill:
+                request.num_computed_tokens -= work.num_tokens - len(new_tokens)
             for token in new_tokens:
                 request.append_output_token_ids(token)
             if request.num_output_tokens >= life.max_tokens:
+                self.events["finished"] += 1
                 self.end(life)
 
     def end(self, life):
@@ -289,12 +208,18 @@ class World:
         self.free(life)
         life.request.num_computed_tokens = life.request.num_in_flight_tokens = 0
         self.waiting.appendleft(life)
-        self.num_preemptions += 1
+        self.events["preempted"] += 1
+
+    def preempt_any(self, index):
+        if self.running:
+            self.preempt(self.running[index % len(self.running)])
 
     def abort(self, index):
         lives = [*self.running, *self.waiting]
         if lives:
-            self.end(lives[index % len(lives)])
+            life = lives[index % len(lives)]
+            self.events["aborted in flight"] += life.steps_in_flight > 0
+            self.end(life)
 
     def reset_prefix_cache(self):
         while self.running:
@@ -315,12 +240,17 @@ class World:
 
     def adopt(self, num_units, head_reserve_blocks, take_cached):
         if self.setup.residency == "adaptive":
-            self.state.ledger.adopt(num_units, head_reserve_blocks, take_cached)
+            adopted = self.state.ledger.adopt(num_units, head_reserve_blocks, take_cached)
+            self.events["adopted"] += adopted
 
     def evict_prefixes(self, seed):
         """Someone else evicts cached blocks, in use or not."""
         blocks = random.Random(seed).sample(range(1, self.setup.num_blocks), 10)
         self.pool.evict_blocks(set(blocks))
+
+    def reached(self):
+        """How often each kind of event happened."""
+        return self.events + self.worker.events + self.worker.memory.events
 
     def check(self):
         self.state.check_integrity(b.block_id for _, blocks in self.deferred for b in blocks)
@@ -335,8 +265,9 @@ class World:
         """End everything: all blocks and pages come back."""
         while self.running or self.waiting:
             self.abort(0)
-        while self.in_flight:
-            self.update()
-        self.check()
         self.reset_prefix_cache()
         self.check()
+        self.schedule()  # the last commands
+        while self.in_flight:
+            self.update()
+        self.worker.memory.check_empty()

@@ -1,22 +1,21 @@
-"""A worker that moves row contents instead of tensors, and checks every row that it reads.
+"""What a model runner does in a step, without a model: batches, rows and sampled tokens.
 
-It knows what a real worker knows: the commands of a step, block tables, and its own
-slot maps. Contents are chained over the prefix, so a row of another prefix, another
-position or another time is another number.
+It knows what a real worker knows: the commands of a step, block tables, and how far each
+request is. Contents of rows are chained over the prefix, so a row of another prefix,
+another position or another time is another number.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from vllm_dhisparse.core.commands import (
-    Command,
-    PageBound,
-    PageDropped,
-    UnitAdded,
-    UnitLost,
-    UnitMoved,
-    UnitState,
-)
+import torch
+
+from vllm_dhisparse.core.commands import StepCommands, UnitState
+from vllm_dhisparse.runtime.plan import Queries
+
+from .row_memory import Batch, RowMemory
 
 
 def chain(tokens, previous=0):
@@ -27,17 +26,36 @@ def chain(tokens, previous=0):
     return contents
 
 
-@dataclass
-class Work:
-    """What one request does in a step; ``prompt`` only when it starts or resumes."""
+class Work(NamedTuple):
+    """What one request does in a step; ``prompt`` only when it starts or resumes.
+
+    The first of ``indexer_tables`` is that of the address group.
+    """
 
     request_id: str
     epoch: int
     is_prefill: bool
     num_tokens: int
     prompt: tuple[list[int], int] | None
-    tables: list[list[int]]
-    address_table: list[int]
+    latent_tables: list[list[int]]
+    indexer_tables: list[list[int]]
+
+
+class Message(NamedTuple):
+    """A step as the scheduler sent it, and what the scheduler held then."""
+
+    commands: StepCommands
+    works: list[Work]
+    units: dict[UnitState, list[int]]
+    pages: list[int]
+
+
+class Write(NamedTuple):
+    """Contents of the rows that a request writes, from ``start`` on."""
+
+    work: Work
+    start: int
+    contents: list[int]
 
 
 @dataclass
@@ -55,150 +73,90 @@ class Sequence:
 
 
 class ModelWorker:
-    def __init__(self, num_groups, block_tokens, page_tokens, seed):
-        self.num_groups = num_groups
-        self.block_tokens = block_tokens
-        self.page_tokens = page_tokens
-        self.random = random.Random(seed)
-        self.units = {}  # unit -> blocks
-        self.state = {}  # unit -> UnitState
-        self.unit_of_block = {}
-        self.page_of_block = {}
-        self.device = {}  # (group, block, offset) -> content
-        self.host = {}  # host row -> content
-        self.slot_of_row = {}
-        self.row_of_slot = {}
+    def __init__(self, setup):
+        self.block_tokens = setup.block_tokens
+        self.page_tokens = setup.page_tokens
+        self.random = random.Random(setup.seed)
+        self.memory = RowMemory(setup)
         self.sequences = {}
-        self.num_hits = self.num_misses = 0
+        self.events = Counter()
 
-    def apply(self, commands: tuple[Command, ...]):
-        for command in commands:
-            match command:
-                case PageBound(page, block):
-                    assert block not in self.page_of_block
-                    assert page not in self.page_of_block.values(), "page owned twice"
-                    self.page_of_block[block] = page
-                case PageDropped(page, block):
-                    assert self.page_of_block.pop(block) == page
-                    for offset in range(self.page_tokens):
-                        self.host.pop((page, offset), None)
-                case UnitAdded(unit, state, blocks):
-                    assert unit not in self.units, "unit number in use"
-                    assert len(blocks) == self.num_groups
-                    assert not self.unit_of_block.keys() & set(blocks), "block in two units"
-                    self.units[unit], self.state[unit] = blocks, state
-                    self.unit_of_block.update(dict.fromkeys(blocks, unit))
-                case UnitMoved(unit, state):
-                    assert self.state[unit] is not state
-                    self.state[unit] = state
-                case UnitLost(unit):
-                    self.lose(unit)
-
-    def lose(self, unit):
-        for block in self.units.pop(unit):
-            del self.unit_of_block[block]
-        del self.state[unit]
-        for offset in range(self.block_tokens):
-            row = self.row_of_slot.pop((unit, offset), None)
-            if row is not None and self.slot_of_row.get(row) == (unit, offset):
-                del self.slot_of_row[row]
-
-    def step(self, commands, works):
+    def step(self, message):
         """Run one step; return the new tokens of each request."""
-        self.apply(commands)
-        results = {}
-        writes = []
-        for work in works:
+        self.memory.apply(message.commands, message.units, message.pages)
+        results, writes = {}, []
+        for work in message.works:
             if work.prompt is not None:
                 self.sequences[work.request_id] = Sequence(*work.prompt)
             sequence = self.sequences[work.request_id]
             if work.is_prefill:
-                end = sequence.start + work.num_tokens
-                writes.append((work, sequence.contents[sequence.start : end]))
-                is_last = end == len(sequence.tokens)
-                results[work.request_id] = [self.random.randrange(50)] if is_last else []
+                new, contents = self.prefill(sequence, work.num_tokens)
             else:
-                assert len(sequence.tokens) == sequence.start + 1
-                drafts = [self.random.randrange(50) for _ in range(work.num_tokens - 1)]
-                last = sequence.contents[-1]
-                writes.append((work, [last, *chain(drafts, last)]))
-                accepted = drafts[: self.random.randrange(work.num_tokens)]
-                results[work.request_id] = [*accepted, self.random.randrange(50)]
-        # All rows of a layer are written before any of them is selected.
-        for work, contents in writes:
-            self.write(work, contents)
-        self.read(writes)
-        for work, contents in writes:
-            sequence = self.sequences[work.request_id]
-            new = results[work.request_id]
+                new, contents = self.verify(sequence, work.num_tokens - 1)
+            writes.append(Write(work, sequence.start, contents))
+            results[work.request_id] = new
+        if writes:
+            self.memory.run(self.batch(writes))
+        for work, _, contents in writes:
+            sequence, new = self.sequences[work.request_id], results[work.request_id]
             sequence.start += len(contents) if work.is_prefill else len(new)
             if new:
                 sequence.extend(new)
         return results
 
-    def host_row(self, work, position):
-        block = work.address_table[position // self.page_tokens]
-        return self.page_of_block[block], position % self.page_tokens
+    def prefill(self, sequence, num_tokens):
+        end = sequence.start + num_tokens
+        is_last = end == len(sequence.tokens)
+        new = [self.random.randrange(50)] if is_last else []
+        return new, sequence.contents[sequence.start : end]
 
-    def write(self, work, contents):
-        start = self.sequences[work.request_id].start
-        for position, content in enumerate(contents, start):
-            index, offset = divmod(position, self.block_tokens)
-            blocks = tuple(table[index] for table in work.tables)
-            assert 0 not in blocks, "write into the null block"
-            unit = self.unit_of_block[blocks[0]]
-            assert self.units[unit] == blocks, "table and unit differ"
-            assert self.state[unit] is UnitState.TAIL, "write outside the tail"
-            for group, block in enumerate(blocks):
-                self.device[group, block, offset] = content
-            row = self.host_row(work, position)
-            self.host[row] = content
-            old_slot = self.slot_of_row.get(row)
-            if old_slot is not None:
-                self.row_of_slot.pop(old_slot, None)
-            self.slot_of_row[row] = (unit, offset)
-            self.row_of_slot[unit, offset] = row
+    def verify(self, sequence, num_drafts):
+        assert len(sequence.tokens) == sequence.start + 1
+        drafts = [self.random.randrange(50) for _ in range(num_drafts)]
+        accepted = drafts[: self.random.randrange(num_drafts + 1)]
+        self.events["accepted"] += len(accepted)
+        self.events["rejected"] += num_drafts - len(accepted)
+        last = sequence.contents[-1]
+        return [*accepted, self.random.randrange(50)], [last, *chain(drafts, last)]
 
-    def read(self, writes):
-        wanted = []
-        for work, contents in writes:
-            sequence = self.sequences[work.request_id]
-            expected = sequence.contents[: sequence.start] + contents
-            end = len(expected)
-            positions = {0, end - 1, max(sequence.start - 1, 0)}
-            positions.update(self.random.randrange(end) for _ in range(8))
-            wanted += [(work, p, self.host_row(work, p), expected[p]) for p in sorted(positions)]
-        union = {row for _, _, row, _ in wanted}
-        for work, position, row, content in wanted:
-            where = (work.request_id, position, row)
-            slot = self.slot_of_row.get(row)
-            if slot is not None:
-                assert self.row_of_slot[slot] == row, ("map entry of another owner", where)
-                unit, offset = slot
-                for group, block in enumerate(self.units[unit]):
-                    assert self.device[group, block, offset] == content, ("device row", where)
-                self.num_hits += 1
-            else:
-                assert self.host.get(row) == content, ("host row", where)
-                self.num_misses += 1
-                self.insert(row, content, union)
+    def batch(self, writes):
+        histories = [
+            self.sequences[work.request_id].contents[:start] + contents
+            for work, start, contents in writes
+        ]
+        lengths = torch.tensor([len(history) for history in histories])
+        counts = torch.tensor([len(contents) for _, _, contents in writes])
+        request = torch.arange(len(writes)).repeat_interleave(counts)
+        position = torch.cat([torch.arange(w.start, w.start + len(w.contents)) for w in writes])
 
-    def insert(self, row, content, union):
-        units = [unit for unit, state in self.state.items() if state is not UnitState.TAIL]
-        if not units:
-            return
-        for _ in range(4):
-            slot = unit, offset = (
-                self.random.choice(units),
-                self.random.randrange(self.block_tokens),
-            )
-            victim = self.row_of_slot.get(slot)
-            if victim in union:
-                continue
-            if victim is not None:
-                del self.slot_of_row[victim]
-            self.slot_of_row[row] = slot
-            self.row_of_slot[slot] = row
-            for group, block in enumerate(self.units[unit]):
-                self.device[group, block, offset] = content
-            return
+        def slots(tables, block_tokens):
+            block = padded(tables)[request, position // block_tokens]
+            assert (block > 0).all(), "a write into the null block"
+            return block * block_tokens + position % block_tokens
+
+        works = [work for work, _, _ in writes]
+        latent, indexer = (
+            [list(group) for group in zip(*(getattr(w, name) for w in works), strict=True)]
+            for name in ("latent_tables", "indexer_tables")
+        )
+        keys = [slots(tables, self.page_tokens) for tables in indexer]
+        return Batch(
+            address_slots=keys[0],
+            latent_slots=[slots(tables, self.block_tokens) for tables in latent],
+            indexer_blocks=(torch.cat(keys) // self.page_tokens).unique().tolist(),
+            contents=torch.tensor([content for w in writes for content in w.contents]),
+            history=padded(histories),
+            lengths=lengths,
+            queries=Queries(
+                request.int(),
+                (position + 1).int(),
+                padded(indexer[0]).int(),
+                torch.tensor([work.is_prefill for work in works]),
+            ),
+        )
+
+
+def padded(rows):
+    """[len(rows), longest] int64, zeros behind the shorter ones."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])

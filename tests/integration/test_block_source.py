@@ -5,7 +5,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_dhisparse.integration.block_source import PoolBlockSource
 
-from .kv_world import Setup, make_kv_cache_manager, make_request, make_state
+from .kv_setup import Setup, make_kv_cache_manager, make_request, make_state
 
 
 @pytest.fixture

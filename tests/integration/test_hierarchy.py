@@ -1,18 +1,50 @@
-"""Laws 2, 3, 5 and 8 under random schedules on vLLM's real KVCacheManager."""
+"""Laws 2, 3, 4, 5, 8 and 9 under random schedules, from vLLM's KVCacheManager to the rows."""
 
 import random
+from collections import Counter
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from .kv_world import Setup, World
+from vllm_dhisparse.runtime.tables import UNIT_ROWS
+
+from .kv_setup import Setup
+from .kv_world import World
+
+IMPLEMENTATIONS = ["reference", "cpu"]
+SEEDS = range(12)
+NUM_EVENTS = 300
+EVENTS = {
+    # of the scheduler
+    "hit tokens",
+    "refused",
+    "preempted",
+    "resumed",
+    "finished",
+    "aborted in flight",
+    "out of pages",
+    "adopted",
+    # of the worker
+    "accepted",
+    "rejected",
+    "shared",
+    "hits",
+    "fetches",
+    "entered the cache",
+    "cache too small",
+    "no cache",
+    "more passes",
+}
 
 setups = st.builds(
     Setup,
     num_blocks=st.sampled_from([120, 160, 260]),
     num_pages=st.sampled_from([14, 24, 60]),
+    block_tokens=st.just(UNIT_ROWS),
+    page_tokens=st.sampled_from([64, 128]),
     num_groups=st.sampled_from([1, 3, 4]),
     num_indexer_groups=st.integers(1, 3),
     base_units=st.integers(0, 3),
@@ -22,6 +54,10 @@ setups = st.builds(
     residency=st.sampled_from(["adaptive", "fixed"]),
     indexer_first=st.booleans(),
     defers_frees=st.booleans(),
+    implementation=st.sampled_from(IMPLEMENTATIONS),
+    num_index_groups=st.integers(1, 2),
+    top_k=st.sampled_from([8, 96]),
+    staging_rows=st.sampled_from([2048, 128]),
     seed=st.integers(0, 1000),
 )
 
@@ -54,6 +90,10 @@ class Hierarchy(RuleBasedStateMachine):
     @rule(index=st.integers(0, 20))
     def abort(self, index):
         self.world.abort(index)
+
+    @rule(index=st.integers(0, 7))
+    def preempt(self, index):
+        self.world.preempt_any(index)
 
     @rule()
     def reset_prefix_cache(self):
@@ -99,32 +139,42 @@ TestHierarchy.settings = settings(
 )
 
 
-def run_seed(seed, num_events):
+@cache
+def run_seed(seed, implementation):
     """Drive a world for longer than hypothesis would; rare events come at their rates."""
     draw = random.Random(seed)
     world = World(
         Setup(
             num_blocks=draw.choice([120, 160, 260]),
             num_pages=[14, 24, 40][seed % 3],
+            block_tokens=UNIT_ROWS,
+            page_tokens=[64, 128][seed % 5 == 3],
             num_groups=[3, 1, 4][seed % 3],
             num_indexer_groups=[1, 3, 1, 2][seed % 4],
+            base_units=[1, 0, 2, 1][seed % 4],
             num_drafts=[3, 0][seed % 5 == 4],
             lag=[1, 2, 0][seed % 3],
             caching=seed % 6 != 5,
-            residency="fixed" if seed % 4 == 3 else "adaptive",
+            residency=["adaptive", "fixed"][seed % 2],
             indexer_first=bool(seed & 1),
             defers_frees=seed % 4 == 2,
+            implementation=implementation,
+            num_index_groups=1 + seed % 2,
+            top_k=[8, 96][seed // 2 % 2],
+            staging_rows=[2048, 128][seed % 4 == 1],
             seed=seed,
         )
     )
     rare = [
         lambda: world.abort(draw.randrange(20)),
-        lambda: world.set_base_units(draw.randrange(4)),
+        lambda: world.preempt_any(draw.randrange(8)),
         lambda: world.evict_prefixes(draw.randrange(1000)),
         lambda: world.state.ledger.give_up(draw.randrange(1, 4)),
         world.update,
     ]
-    for _ in range(num_events):
+    if world.setup.residency == "adaptive":
+        rare.append(lambda: world.set_base_units(draw.randrange(4)))
+    for _ in range(NUM_EVENTS):
         event = draw.random()
         if event < 0.18 and len(world.waiting) < 6:
             prefix_length = 400 if draw.random() < 0.7 else draw.randrange(400)
@@ -142,11 +192,19 @@ def run_seed(seed, num_events):
                 world.state.ledger.refill_reserve(24)
         world.check()
     world.close()
-    return world
+    return world.reached()
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_long_random_schedules(seed):
-    world = run_seed(seed, num_events=500)
-    assert world.worker.num_hits
-    assert world.worker.num_misses
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_long_random_schedules(implementation, seed):
+    reached = run_seed(seed, implementation)
+    assert reached["preempted"]
+    assert reached["hits"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_random_schedules_reach_every_event(implementation):
+    reached = sum((run_seed(seed, implementation) for seed in SEEDS), Counter())
+    assert set(reached) == EVENTS
+    assert min(reached.values()) > 20, reached

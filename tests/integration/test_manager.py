@@ -10,7 +10,7 @@ from vllm_dhisparse.core.commands import UnitAdded, UnitState
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.manager import DHiSparseManager, register_latent_spec
 
-from .kv_world import (
+from .kv_setup import (
     BLOCK_TOKENS,
     PAGE_TOKENS,
     Setup,

@@ -8,7 +8,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from vllm_dhisparse.core.commands import StepCommands
 
-from .kv_world import Setup, indexer_spec, make_kv_cache_manager, make_request, make_state
+from .kv_setup import Setup, indexer_spec, make_kv_cache_manager, make_request, make_state
 
 
 def test_an_engine_that_is_gone_leaves_nothing_behind():
