@@ -92,6 +92,11 @@ def test_growth_waits_after_pressure_for_the_dwell_time():
     assert states == ["hold"] * 7 + ["grow"] * 2
 
 
+def test_growth_pauses_where_the_pool_had_less_than_wanted():
+    decision = reconcile(history=History(is_growing=True), unadopted_units=3)
+    assert decision == Decision(Targets(0, 0, "hold"), History(False, 8))
+
+
 def test_pressure_stops_growth_at_once():
     decision = reconcile(history=History(is_growing=True), lost_units=1)
     assert decision.targets == Targets(0, 0, "reclaim")

@@ -34,6 +34,8 @@ class Pressure(NamedTuple):
     ``growth_blocks``: what the running requests may allocate in a step.
     ``fetched_rows``: rows fetched in the last reported step, mean over the index groups.
     ``restorable_units``: 64-row spans of running requests' history that are on no unit.
+    ``unadopted_units``: units of the last target that the pool could not give, because
+    only cached prefixes were left near the head of its queue.
     """
 
     total_blocks: int
@@ -47,6 +49,7 @@ class Pressure(NamedTuple):
     growth_blocks: int
     fetched_rows: int
     restorable_units: int
+    unadopted_units: int = 0
 
 
 class Targets(NamedTuple):
@@ -66,7 +69,7 @@ class History(NamedTuple):
     """What one ``reconcile`` leaves for the next.
 
     ``is_growing``: spare memory was above the high watermark, and not at the low one since.
-    ``dwell_left_steps``: steps until growth may start again after pressure.
+    ``dwell_left_steps``: steps until growth may start again.
     """
 
     is_growing: bool = False
@@ -92,7 +95,8 @@ class ResidencyController:
         growth_horizon_steps: steps of the running requests' growth kept free of optional
             units: the steps in flight and the one being scheduled, twice.
         dwell_steps: steps without pressure before growth starts again. Pressure is never
-            delayed, so growth reverses at most once in this time.
+            delayed, so growth starts again at most once in this time. The same pause
+            follows when the pool had less to give than was wanted.
         low_watermark_ratio: growth ends when spare memory is this share of the pool.
         high_watermark_ratio: growth starts when it is above this share. The gap keeps
             small changes of load from starting it.
@@ -149,21 +153,19 @@ class ResidencyController:
     def reconcile(self, seen: Pressure, history: History) -> Decision:
         """Decide this step from what is seen; equal arguments give an equal decision.
 
-        Growth starts above the high watermark, once ``dwell_steps`` have passed without
-        pressure, and ends at the low one; in between it goes on as it was. Nothing is
-        adopted while a request waits.
+        Growth starts above the high watermark, once ``dwell_steps`` have passed since the
+        last pressure, and ends at the low one; in between it goes on as it was. Nothing
+        is adopted while a request waits.
         """
         _check(seen)
         adoptable = self.adoptable_blocks(seen)
         is_pressed = seen.lost_units > 0 or adoptable < 0
-        dwell_left = self.dwell_steps if is_pressed else max(0, history.dwell_left_steps - 1)
+        must_dwell = is_pressed or seen.unadopted_units > 0
+        dwell_left = self.dwell_steps if must_dwell else max(0, history.dwell_left_steps - 1)
         floor = int(self.low_watermark_ratio * seen.total_blocks)
         start = self.high_watermark_ratio * seen.total_blocks
-        is_growing = (
-            not is_pressed
-            and not dwell_left
-            and adoptable > (floor if history.is_growing else start)
-        )
+        is_allowed = not must_dwell and not dwell_left
+        is_growing = is_allowed and adoptable > (floor if history.is_growing else start)
         adopted = restored = 0
         if is_growing and not seen.waiting_blocks:
             adopted, restored = self._growth(seen, (adoptable - floor) // seen.blocks_per_unit)
