@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit_losses import UnitLosses
 
-from vllm_dhisparse.core.commands import UnitAdded, UnitLost, UnitMoved, UnitState
 from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
 from vllm_dhisparse.core.ledger import Ledger
 
@@ -29,7 +29,7 @@ class Engine:
         self.running = {}  # id -> positions so far
         self.waiting = deque()
         self.num_requests = 0
-        self.state_of_unit = {}
+        self.losses = UnitLosses()
         self.targets = []
 
     def step(self, arrivals=0, finish=None, grow=False, fetched_rows=500):
@@ -73,15 +73,8 @@ class Engine:
             self.running[request_id] = TAIL_UNITS
 
     def lost_units(self):
-        """Optional units in the commands so far that are gone."""
-        lost = 0
-        for command in self.ledger.take_commands():
-            if isinstance(command, UnitLost):
-                lost += self.state_of_unit.pop(command.unit) is UnitState.OPTIONAL
-            else:
-                assert isinstance(command, UnitAdded | UnitMoved)
-                self.state_of_unit[command.unit] = command.state
-        return lost
+        """Optional units that went since the last call."""
+        return self.losses.count(self.ledger.take_commands())
 
     def control(self, fetched_rows):
         lost = self.lost_units()
