@@ -122,11 +122,11 @@ def turns(states):
 steps_of_load = st.lists(
     st.tuples(st.sampled_from([0, 0, 0, 0, 1, 3]), st.integers(0, 9), st.booleans()),
     min_size=30,
-    max_size=120,
+    max_size=80,
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(steps_of_load, st.integers(1, 12), st.integers(0, 30), st.integers(20, 200))
 def test_any_load_keeps_to_the_rules(load, dwell_steps, head_reserve_blocks, num_blocks):
     engine = Engine(

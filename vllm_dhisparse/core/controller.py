@@ -32,7 +32,8 @@ class Pressure(NamedTuple):
     ``waiting_blocks``: what the next waiting request requires; 0 = none waits, or what it
     waits for is not blocks.
     ``growth_blocks``: what the running requests may allocate in a step.
-    ``fetched_rows``: rows fetched in the last reported step, mean over the index groups.
+    ``fetched_rows``: rows fetched in the last reported step, in the index group that
+    fetched most, since a unit has 64 slots in each.
     ``restorable_units``: 64-row spans of running requests' history that are on no unit.
     ``unadopted_units``: units of the last target that the pool could not give, because
     only cached prefixes were left near the head of its queue.
@@ -70,10 +71,12 @@ class History(NamedTuple):
 
     ``is_growing``: spare memory was above the high watermark, and not at the low one since.
     ``dwell_left_steps``: steps until growth may start again.
+    ``missed_rows``: rows fetched while growing that no adopted unit stands for, below 64.
     """
 
     is_growing: bool = False
     dwell_left_steps: int = 0
+    missed_rows: int = 0
 
 
 class Decision(NamedTuple):
@@ -166,26 +169,42 @@ class ResidencyController:
         start = self.high_watermark_ratio * seen.total_blocks
         is_allowed = not must_dwell and not dwell_left
         is_growing = is_allowed and adoptable > (floor if history.is_growing else start)
-        adopted = restored = 0
+        growth = _NO_GROWTH
         if is_growing and not seen.waiting_blocks:
-            adopted, restored = self._growth(seen, (adoptable - floor) // seen.blocks_per_unit)
-        state: ResidencyState = "grow" if adopted else "hold"
+            room_units = (adoptable - floor) // seen.blocks_per_unit
+            growth = self._growth(seen, room_units, history.missed_rows)
+        state: ResidencyState = "grow" if growth.adopt_units else "hold"
         if is_pressed:
             state = "reclaim" if seen.lost_units else "shrink"
-        return Decision(Targets(adopted, restored, state), History(is_growing, dwell_left))
+        return Decision(
+            Targets(growth.adopt_units, growth.restore_units, state),
+            History(is_growing, dwell_left, growth.missed_rows),
+        )
 
-    def _growth(self, seen: Pressure, room_units: int) -> tuple[int, int]:
-        """Units to adopt and to restore in a step that may grow.
+    def _growth(self, seen: Pressure, room_units: int, missed_rows: int) -> "_Growth":
+        """Size one step of growth.
 
-        Misses fill a unit, so more than the rows fetched in a step would stand empty, and
-        where nothing is missed the cache is large enough. Restoring has what the misses
-        leave of the link.
+        Growth is lazy: misses fill a unit, so units beyond the rows fetched so far would
+        stand empty while older ones are given up for them. Where nothing is missed, the
+        cache is large enough. Restoring has what the misses leave of the link.
         """
-        missed = -(-seen.fetched_rows // LATENT_BLOCK_TOKENS)
+        room_units = min(room_units, self.adopt_units_per_step)
+        missed_rows += seen.fetched_rows
+        filled = min(missed_rows // LATENT_BLOCK_TOKENS, room_units)
+        missed_rows -= filled * LATENT_BLOCK_TOKENS
         idle_rows = max(0, self.restore_rows_per_step - seen.fetched_rows)
-        restored = min(seen.restorable_units, idle_rows // LATENT_BLOCK_TOKENS)
-        adopted = min(missed + restored, room_units, self.adopt_units_per_step)
-        return adopted, min(restored, adopted)
+        restored = min(seen.restorable_units, idle_rows // LATENT_BLOCK_TOKENS, room_units - filled)
+        # What did not fit is missed again if it matters; it is no claim on later room.
+        return _Growth(filled + restored, restored, min(missed_rows, LATENT_BLOCK_TOKENS - 1))
+
+
+class _Growth(NamedTuple):
+    adopt_units: int
+    restore_units: int
+    missed_rows: int
+
+
+_NO_GROWTH = _Growth(0, 0, 0)
 
 
 def _check(seen: Pressure) -> None:
