@@ -20,7 +20,7 @@ IDLE = Pressure(
     lost_units=0,
     waiting_blocks=0,
     growth_blocks=10,
-    fetched_rows=500,
+    fetched_rows=512,
     restorable_units=0,
 )
 
@@ -42,13 +42,16 @@ def test_spare_memory_is_what_nothing_else_will_use():
 
 
 def test_growth_is_bounded_by_what_is_missed():
-    assert reconcile().targets == Targets(8, 0, "grow"), "500 rows fill 8 units"
-    assert reconcile(fetched_rows=1).targets.adopt_units == 1
-    assert reconcile(fetched_rows=0).targets == Targets(0, 0, "hold")
+    first = reconcile(fetched_rows=500)
+    assert first == Decision(Targets(7, 0, "grow"), History(True, 0, 500 - 7 * 64))
+    second = reconcile(history=first.history, fetched_rows=12)
+    assert second == Decision(Targets(1, 0, "grow"), History(True, 0, 0))
+    assert reconcile(history=second.history, fetched_rows=0).targets == Targets(0, 0, "hold")
 
 
 def test_growth_is_bounded_in_each_step():
-    assert reconcile(fetched_rows=100_000).targets.adopt_units == 32
+    decision = reconcile(fetched_rows=100_000)
+    assert decision == Decision(Targets(32, 0, "grow"), History(True, 0, 63))
 
 
 def test_growth_starts_above_the_high_and_ends_at_the_low_watermark():
@@ -92,6 +95,11 @@ def test_growth_waits_after_pressure_for_the_dwell_time():
     assert states == ["hold"] * 7 + ["grow"] * 2
 
 
+def test_growth_pauses_where_the_pool_had_less_than_wanted():
+    decision = reconcile(history=History(is_growing=True), unadopted_units=3)
+    assert decision == Decision(Targets(0, 0, "hold"), History(False, 8))
+
+
 def test_pressure_stops_growth_at_once():
     decision = reconcile(history=History(is_growing=True), lost_units=1)
     assert decision.targets == Targets(0, 0, "reclaim")
@@ -101,7 +109,7 @@ def test_restoring_has_what_misses_leave_of_the_link():
     controller = make_controller(restore_rows_per_step=640)
     seen = {"restorable_units": 50, "controller": controller}
     assert reconcile(fetched_rows=0, **seen).targets == Targets(10, 10, "grow")
-    assert reconcile(fetched_rows=130, **seen).targets == Targets(3 + 7, 7, "grow")
+    assert reconcile(fetched_rows=130, **seen).targets == Targets(2 + 7, 7, "grow")
     assert reconcile(fetched_rows=640, **seen).targets == Targets(10, 0, "grow")
 
 
@@ -169,7 +177,7 @@ controllers = st.builds(
     adopt_units_per_step=st.integers(0, 64),
     restore_rows_per_step=st.integers(0, 5000),
 )
-histories = st.builds(History, st.booleans(), st.integers(0, MAX_DWELL_STEPS))
+histories = st.builds(History, st.booleans(), st.integers(0, MAX_DWELL_STEPS), st.integers(0, 63))
 
 
 @settings(max_examples=150, deadline=None)
@@ -202,12 +210,11 @@ def test_more_free_blocks_never_mean_less_growth(controller, seen, history, more
 @given(controllers, pressures(), histories)
 def test_a_settled_state_stays(controller, seen, history):
     seen = seen._replace(lost_units=0)
-    adopts = True
-    steps = 0
-    while adopts or steps <= MAX_DWELL_STEPS:
-        decision = controller.reconcile(seen, history)
+    decision = None
+    for _ in range(5000):
+        before, decision = decision, controller.reconcile(seen, history)
         adopts, history = decision.targets.adopt_units, decision.history
         seen = seen._replace(optional_units=seen.optional_units + adopts)
-        steps += 1
-        assert steps < 5000
+        if decision == before and not adopts:
+            break
     assert controller.reconcile(seen, history) == decision

@@ -17,8 +17,8 @@ from vllm_dhisparse.core.commands import UNIT_ROWS
 
 ResidencyState: TypeAlias = Literal["grow", "hold", "shrink", "reclaim"]
 """``grow``: units are adopted. ``hold``: nothing changes. ``shrink``: optional units stand
-where the next steps or the next request will allocate. ``reclaim``: the pool has taken
-optional units back."""
+where the next steps or the next request will allocate, so the oldest are about to go.
+``reclaim``: the pool has taken optional units back."""
 
 
 class Pressure(NamedTuple):
@@ -32,8 +32,11 @@ class Pressure(NamedTuple):
     ``waiting_blocks``: what the next waiting request requires; 0 = none waits, or what it
     waits for is not blocks.
     ``growth_blocks``: what the running requests may allocate in a step.
-    ``fetched_rows``: rows fetched in the last reported step, mean over the index groups.
+    ``fetched_rows``: rows fetched in the last reported step, in the index group that
+    fetched most, since a unit has 64 slots in each.
     ``restorable_units``: 64-row spans of running requests' history that are on no unit.
+    ``unadopted_units``: units of the last target that the pool could not give, because
+    only cached prefixes were left near the head of its queue.
     """
 
     total_blocks: int
@@ -47,6 +50,7 @@ class Pressure(NamedTuple):
     growth_blocks: int
     fetched_rows: int
     restorable_units: int
+    unadopted_units: int = 0
 
 
 class Targets(NamedTuple):
@@ -66,11 +70,13 @@ class History(NamedTuple):
     """What one ``reconcile`` leaves for the next.
 
     ``is_growing``: spare memory was above the high watermark, and not at the low one since.
-    ``dwell_left_steps``: steps until growth may start again after pressure.
+    ``dwell_left_steps``: steps until growth may start again.
+    ``missed_rows``: rows fetched while growing that no adopted unit stands for, below 64.
     """
 
     is_growing: bool = False
     dwell_left_steps: int = 0
+    missed_rows: int = 0
 
 
 class Decision(NamedTuple):
@@ -92,7 +98,8 @@ class ResidencyController:
         growth_horizon_steps: steps of the running requests' growth kept free of optional
             units: the steps in flight and the one being scheduled, twice.
         dwell_steps: steps without pressure before growth starts again. Pressure is never
-            delayed, so growth reverses at most once in this time.
+            delayed, so growth starts again at most once in this time. The same pause
+            follows when the pool had less to give than was wanted.
         low_watermark_ratio: growth ends when spare memory is this share of the pool.
         high_watermark_ratio: growth starts when it is above this share. The gap keeps
             small changes of load from starting it.
@@ -149,41 +156,58 @@ class ResidencyController:
     def reconcile(self, seen: Pressure, history: History) -> Decision:
         """Decide this step from what is seen; equal arguments give an equal decision.
 
-        Growth starts above the high watermark, once ``dwell_steps`` have passed without
-        pressure, and ends at the low one; in between it goes on as it was. Nothing is
-        adopted while a request waits.
+        Growth starts above the high watermark, once ``dwell_steps`` have passed since the
+        last pressure, and ends at the low one; in between it goes on as it was. Nothing
+        is adopted while a request waits.
         """
         _check(seen)
         adoptable = self.adoptable_blocks(seen)
         is_pressed = seen.lost_units > 0 or adoptable < 0
-        dwell_left = self.dwell_steps if is_pressed else max(0, history.dwell_left_steps - 1)
+        must_dwell = is_pressed or seen.unadopted_units > 0
+        dwell_left = self.dwell_steps if must_dwell else max(0, history.dwell_left_steps - 1)
         floor = int(self.low_watermark_ratio * seen.total_blocks)
         start = self.high_watermark_ratio * seen.total_blocks
-        is_growing = (
-            not is_pressed
-            and not dwell_left
-            and adoptable > (floor if history.is_growing else start)
-        )
-        adopted = restored = 0
+        is_allowed = not must_dwell and not dwell_left
+        is_growing = is_allowed and adoptable > (floor if history.is_growing else start)
+        growth = _NO_GROWTH
         if is_growing and not seen.waiting_blocks:
-            adopted, restored = self._growth(seen, (adoptable - floor) // seen.blocks_per_unit)
-        state: ResidencyState = "grow" if adopted else "hold"
-        if is_pressed:
-            state = "reclaim" if seen.lost_units else "shrink"
-        return Decision(Targets(adopted, restored, state), History(is_growing, dwell_left))
+            room_units = (adoptable - floor) // seen.blocks_per_unit
+            growth = self._growth(seen, room_units, history.missed_rows)
+        state: ResidencyState = "grow" if growth.adopt_units else "hold"
+        if seen.lost_units:
+            state = "reclaim"
+        elif is_pressed and seen.optional_units:
+            state = "shrink"
+        return Decision(
+            Targets(growth.adopt_units, growth.restore_units, state),
+            History(is_growing, dwell_left, growth.missed_rows),
+        )
 
-    def _growth(self, seen: Pressure, room_units: int) -> tuple[int, int]:
-        """Units to adopt and to restore in a step that may grow.
+    def _growth(self, seen: Pressure, room_units: int, missed_rows: int) -> "_Growth":
+        """Size one step of growth.
 
-        Misses fill a unit, so more than the rows fetched in a step would stand empty, and
-        where nothing is missed the cache is large enough. Restoring has what the misses
-        leave of the link.
+        Growth is lazy: misses fill a unit, so units beyond the rows fetched so far would
+        stand empty while older ones are given up for them. That misses as little as having
+        all memory at once, and ends by itself where nothing is missed, so no working set
+        has to be estimated. Restoring has what the misses leave of the link.
         """
-        missed = -(-seen.fetched_rows // UNIT_ROWS)
+        room_units = min(room_units, self.adopt_units_per_step)
+        missed_rows += seen.fetched_rows
+        filled = min(missed_rows // UNIT_ROWS, room_units)
+        missed_rows -= filled * UNIT_ROWS
         idle_rows = max(0, self.restore_rows_per_step - seen.fetched_rows)
-        restored = min(seen.restorable_units, idle_rows // UNIT_ROWS)
-        adopted = min(missed + restored, room_units, self.adopt_units_per_step)
-        return adopted, min(restored, adopted)
+        restored = min(seen.restorable_units, idle_rows // UNIT_ROWS, room_units - filled)
+        # What did not fit is missed again if it matters; it is no claim on later room.
+        return _Growth(filled + restored, restored, min(missed_rows, UNIT_ROWS - 1))
+
+
+class _Growth(NamedTuple):
+    adopt_units: int
+    restore_units: int
+    missed_rows: int
+
+
+_NO_GROWTH = _Growth(0, 0, 0)
 
 
 def _check(seen: Pressure) -> None:
