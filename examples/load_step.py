@@ -3,9 +3,10 @@
     python examples/load_step.py --json FILE [--figure FILE.png]
 
 Two long requests run all the time. In the phase `high` others join them, so that the
-device pool holds about a third of what all of them have; when those have ended, the
-two go on. All residencies get the same prompts and the same device memory. Needs the
-environment of quickstart.sh (measured on CPU, one run; not a claim about GPUs).
+device holds about a third of what all of them have; when those have ended, the two go
+on, and `low_again` is measured from 300 steps later. All residencies get the same prompts
+and the same device memory. Needs the environment of quickstart.sh (measured on CPU, one
+run; not a claim about GPUs).
 """
 
 import argparse
@@ -14,62 +15,106 @@ import hashlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI
-from quickstart import MODEL, choose_port, decoded, read_metrics, total, wait_until_ready
+from load_step_report import Phase, Result, bars, draw, has_matplotlib, table, verdict
+from openai import AsyncOpenAI, OpenAIError
+from quickstart import MODEL, READY_SECONDS, choose_port, decoded, read_metrics, total
 
 RESIDENCIES = ("resident", "fixed", "adaptive")
-PHASES = ("low", "high", "low_again")
 LONG_REQUESTS = 2
+EXTRA_REQUESTS = 16
+PROMPT_TOKENS = 4200
+LOW_TOKENS = 100
+EXTRA_TOKENS = 96
+SETTLE_TOKENS = 300
+LOW_AGAIN_TOKENS = 100
+COMPARED_TOKENS = LOW_TOKENS + SETTLE_TOKENS + LOW_AGAIN_TOKENS
 MAX_MODEL_LEN = 8192
+POOL_MIB = 176
+SERVER_OPTIONS = f"""
+    --host 127.0.0.1 --served-model-name {MODEL} --attention-backend DHISPARSE --dtype float32
+    --max-model-len {MAX_MODEL_LEN} --max-num-seqs 32 --max-num-batched-tokens 1024
+    --kv-cache-memory-bytes {POOL_MIB}M
+""".split()
 
 
-@dataclass(frozen=True)
-class Load:
-    """Sizes of the run, in tokens but for the pool."""
-
-    prompt_tokens: int = 4200
-    low_tokens: int = 150
-    extra_requests: int = 16
-    extra_tokens: int = 96
-    low_again_tokens: int = 500
-    pool_mib: int = 144
-
-
-@dataclass
-class Phase:
-    """What happened between two looks at /metrics."""
-
-    fetch_ratio: float
-    concurrency: int
-    output_tokens_per_s: float
-    preemptions: int
-    optional_bytes: int
+def prompt(number: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
+    """Token ids that differ between requests; special tokens are below 16."""
+    return [16 + (7 * i * i + 31 * number * i + 13 * number) % 480 for i in range(num_tokens)]
 
 
 @dataclass
-class Run:
-    """One residency's server under the load."""
+class Meter:
+    """Differences of the server's counters between two phases, and levels seen meanwhile."""
 
-    client: AsyncOpenAI
     port: int
-    load: Load
+    levels: list[tuple[int, int]] = field(default_factory=list)
+    """Running requests and optional bytes."""
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Forget what happened so far."""
+        self.before = read_metrics(self.port)
+        self.begin = time.monotonic()
+        self.levels.clear()
+
+    async def watch(self) -> None:
+        """Look at the levels until cancelled."""
+        while True:
+            samples = await asyncio.to_thread(read_metrics, self.port)
+            running = int(total(samples, "vllm:num_requests_running"))
+            name = "vllm:dhisparse_residency_bytes"
+            self.levels.append((running, int(total(samples, name, residency_class="optional"))))
+            await asyncio.sleep(0.2)
+
+    def take_phase(self) -> Phase:
+        """Return what happened since the start, and start again."""
+        before, seconds = self.before, time.monotonic() - self.begin
+        running, optional = zip(*self.levels or [(0, 0)], strict=True)
+        self.start()
+
+        def rows(name: str) -> int:
+            return decoded(self.before, name) - decoded(before, name)
+
+        def difference(name: str) -> float:
+            return total(self.before, name) - total(before, name)
+
+        selected = rows("vllm:dhisparse_selected_rows_total")
+        fetched = rows("vllm:dhisparse_fetched_rows_total")
+        return Phase(
+            fetch_ratio=round(fetched / selected, 5) if selected else 0.0,
+            concurrency=max(running),
+            output_tokens_per_s=round(difference("vllm:generation_tokens_total") / seconds, 1),
+            preemptions=int(difference("vllm:num_preemptions_total")),
+            optional_bytes=int(statistics.median(optional)),
+        )
+
+
+@dataclass
+class Client:
+    """Requests to one server, and the tokens that came back."""
+
+    api: AsyncOpenAI
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    most_running: int = 0
 
     async def request(self, number: int, max_tokens: int) -> None:
         """Stream one request and keep its tokens."""
-        self.tokens[number] = []
-        self.most_running = max(self.most_running, self._running())
-        stream = await self.client.completions.create(
+        tokens = self.tokens.setdefault(number, [])
+        stream = await self.api.completions.create(
             model=MODEL,
-            prompt=prompt(number, self.load.prompt_tokens),
+            prompt=prompt(number),
             max_tokens=max_tokens,
             temperature=0,
             stream=True,
@@ -77,157 +122,157 @@ class Run:
         )
         async for part in stream:
             choice: Any = part.choices[0]
-            self.tokens[number] += choice.token_ids or []
+            tokens += choice.token_ids or []
 
-    def _running(self) -> int:
-        return int(total(read_metrics(self.port), "vllm:num_requests_running"))
+    def long_tokens(self) -> int:
+        """Return how many tokens each long request has at least: one a step."""
+        return min(len(self.tokens.get(n, ())) for n in range(LONG_REQUESTS))
 
     async def until(self, num_tokens: int) -> None:
-        """Wait until each long request has that many tokens."""
-        while min(len(self.tokens[n]) for n in range(LONG_REQUESTS)) < num_tokens:
-            await asyncio.sleep(0.05)
+        """Wait until each long request has that many tokens.
 
-    async def watch(self) -> None:
-        """Remember the most requests that ran at a time."""
-        while True:
-            running = await asyncio.to_thread(self._running)
-            self.most_running = max(self.most_running, running)
-            await asyncio.sleep(0.3)
+        Raises:
+            ValueError: the model's length ends them before.
 
+        """
+        if num_tokens > MAX_MODEL_LEN - PROMPT_TOKENS:
+            raise ValueError("the phase high took more steps than the long requests have")
+        while self.long_tokens() < num_tokens:
+            await asyncio.sleep(0.02)
 
-def prompt(number: int, num_tokens: int) -> list[int]:
-    """Token ids that differ between requests; special tokens are below 16."""
-    return [16 + (7 * i * i + 31 * number * i + 13 * number) % 480 for i in range(num_tokens)]
-
-
-class Meter:
-    """Differences of the server's counters between two phases."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.samples = read_metrics(port)
-        self.begin = time.monotonic()
-
-    def phase(self, run: Run) -> Phase:
-        """Return what happened since the last call."""
-        before, self.samples = self.samples, read_metrics(self.port)
-        begin, self.begin = self.begin, time.monotonic()
-
-        def difference(name: str) -> float:
-            return total(self.samples, name) - total(before, name)
-
-        def rows(name: str) -> int:
-            return decoded(self.samples, name) - decoded(before, name)
-
-        selected = rows("vllm:dhisparse_selected_rows_total")
-        fetched = rows("vllm:dhisparse_fetched_rows_total")
-        running, run.most_running = run.most_running, 0
-        optional = total(self.samples, "vllm:dhisparse_residency_bytes", residency_class="optional")
-        return Phase(
-            fetch_ratio=round(fetched / selected, 4) if selected else 0.0,
-            concurrency=running,
-            output_tokens_per_s=round(
-                difference("vllm:generation_tokens_total") / (self.begin - begin), 1
-            ),
-            preemptions=int(difference("vllm:num_preemptions_total")),
-            optional_bytes=int(optional),
-        )
+    def sha256(self) -> str:
+        """Return the hash of what every residency must give."""
+        compared = [self.tokens[number][:COMPARED_TOKENS] for number in sorted(self.tokens)]
+        return hashlib.sha256(json.dumps(compared).encode()).hexdigest()
 
 
-async def drive(port: int, load: Load) -> dict[str, Any]:
-    """Run the three phases against one server."""
-    client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    run, meter = Run(client, port, load), Meter(port)
-    # The long requests outlast the others whatever these take.
-    extra_steps = 4 * load.extra_tokens
-    long_tokens = load.low_tokens + extra_steps + load.low_again_tokens
-    long = [asyncio.create_task(run.request(n, long_tokens)) for n in range(LONG_REQUESTS)]
-    watcher = asyncio.create_task(run.watch())
-    phases = {}
-    await run.until(load.low_tokens)
-    phases["low"] = meter.phase(run)
-    numbers = range(LONG_REQUESTS, LONG_REQUESTS + load.extra_requests)
-    await asyncio.gather(*(run.request(n, load.extra_tokens) for n in numbers))
-    phases["high"] = meter.phase(run)
-    await asyncio.gather(*long)
-    phases["low_again"] = meter.phase(run)
-    watcher.cancel()
-    text = json.dumps([run.tokens[number] for number in sorted(run.tokens)])
-    return {
-        **{name: vars(phase) for name, phase in phases.items()},
-        "outputs_sha256": hashlib.sha256(text.encode()).hexdigest(),
-    }
+async def drive(port: int) -> Result:
+    """Run the three phases against one server; the long requests are aborted at the end."""
+    api = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    async with api, asyncio.TaskGroup() as tasks:
+        client, meter = Client(api), Meter(port)
+        most = MAX_MODEL_LEN - PROMPT_TOKENS
+        endless = [tasks.create_task(client.request(n, most)) for n in range(LONG_REQUESTS)]
+        endless.append(tasks.create_task(meter.watch()))
+        await client.until(1)
+        meter.start()
+        await client.until(LOW_TOKENS)
+        low = meter.take_phase()
+        numbers = range(LONG_REQUESTS, LONG_REQUESTS + EXTRA_REQUESTS)
+        await asyncio.gather(*(client.request(n, EXTRA_TOKENS) for n in numbers))
+        high = meter.take_phase()
+        settled = client.long_tokens() + SETTLE_TOKENS
+        await client.until(settled)
+        meter.start()
+        await client.until(settled + LOW_AGAIN_TOKENS)
+        low_again = meter.take_phase()
+        for task in endless:
+            task.cancel()
+    return Result((low, high, low_again), client.sha256())
 
 
-def measure(residency: str, model: Path, load: Load, log: Path) -> dict[str, Any]:
-    """Start a server with a residency, drive it, stop it."""
+@contextmanager
+def serving(model: Path, residency: str, log: Path) -> Iterator[int]:
+    """Run a server and yield its port; whatever happens, no process of it stays."""
     port = choose_port()
-    command = ["vllm", "serve", str(model), "--served-model-name", MODEL, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--attention-backend", "DHISPARSE", "--dtype", "float32"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "32"]
-    command += ["--kv-cache-memory-bytes", f"{load.pool_mib}M"]
-    command += ["--additional-config", json.dumps({"dhisparse": {"residency": residency}})]
+    config = json.dumps({"dhisparse": {"residency": residency}})
+    options = [*SERVER_OPTIONS, "--port", str(port), "--additional-config", config]
+    environment = {"HF_HUB_OFFLINE": "1", "PROMETHEUS_DISABLE_CREATED_SERIES": "true"}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command,
+            ["vllm", "serve", str(model), *options],
             stdout=out,
             stderr=out,
+            env=os.environ | environment,
             start_new_session=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "PROMETHEUS_DISABLE_CREATED_SERIES": "true"},
         )
     try:
-        wait_until_ready(port, process.pid)
-        return asyncio.run(drive(port, load))
+        wait_until_ready(port, process)
+        yield port
     finally:
-        os.killpg(process.pid, signal.SIGINT)
+        stop(process)
+
+
+def wait_until_ready(port: int, process: "subprocess.Popen[bytes]") -> None:
+    """Return when the server answers.
+
+    Raises:
+        RuntimeError: it stopped, or takes too long.
+
+    """
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server stopped with status {process.returncode}")
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(f"no answer within {READY_SECONDS} s")
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return all phases of all residencies as text."""
-    columns = list(Phase.__dataclass_fields__)
-    lines = [" | ".join(["residency".ljust(9), "phase".ljust(9), *columns])]
-    for residency, result in results.items():
-        for phase in PHASES:
-            values = [str(result[phase][c]).rjust(len(c)) for c in columns]
-            lines.append(" | ".join([residency.ljust(9), phase.ljust(9), *values]))
-    return "\n".join(lines)
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """Interrupt a server and its children, and kill what is left after 30 s."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def bars(results: dict[str, Any], width: int = 50) -> str:
-    """Return the fetch ratios as a figure of text."""
-    most = max((r[p]["fetch_ratio"] for r in results.values() for p in PHASES), default=0) or 1
-    lines = ["fetch ratio"]
-    for phase in PHASES:
-        for residency, result in results.items():
-            ratio = result[phase]["fetch_ratio"]
-            bar = "#" * round(width * ratio / most)
-            lines.append(f"  {phase.ljust(9)} {residency.ljust(8)} {ratio:7.4f} {bar}")
-    return "\n".join(lines)
+def measure(residency: str, model: Path, log: Path) -> Result:
+    """Start a server, drive it and stop it; a failure ends the program with its log's end."""
+    try:
+        with serving(model, residency, log) as port:
+            return asyncio.run(drive(port))
+    except (ExceptionGroup, OpenAIError, OSError, RuntimeError, ValueError) as error:
+        reasons = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        why = "; ".join(str(reason) for reason in reasons)
+        raise SystemExit(f"error: residency {residency}: {why}\nend of {log}:\n{end}") from error
 
 
-def main() -> None:
-    """Command line."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; wrong ones end the program before anything starts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
+    parser.add_argument("--figure", type=Path, metavar="FILE.png", help="needs matplotlib")
     parser.add_argument("--residency", choices=RESIDENCIES, action="append", help="default: all")
     parser.add_argument("--model", type=Path, default=Path(".cache/load_step/model"))
-    options = parser.parse_args()
-    options.model.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
+    for target in (options.json, options.figure):
+        if target and not target.absolute().parent.is_dir():
+            parser.error(f"no folder for {target}")
+    if options.figure and not has_matplotlib():
+        parser.error("--figure needs matplotlib, which is not installed: pip install matplotlib")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    options = parse(arguments)
     generator = Path(__file__).with_name("make_tiny_dsa.py")
-    subprocess.run([sys.executable, str(generator), str(options.model)], check=True)
+    shape = ["--layers", "8", "--leaders", "2"]
+    subprocess.run([sys.executable, str(generator), str(options.model), *shape], check=True)
     results = {}
     for residency in options.residency or RESIDENCIES:
         print(f"residency {residency} ...", flush=True)
         log = options.model.parent / f"{residency}.log"
-        results[residency] = measure(residency, options.model, Load(), log)
-    print(table(results), bars(results), sep="\n\n")
+        results[residency] = measure(residency, options.model, log)
+    print(f"\n{table(results)}\n\n{bars(results)}\n\n{verdict(results)}")
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        figures = {residency: result.to_json() for residency, result in results.items()}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.figure:
+        draw(results, options.figure)
+    if len({result.outputs_sha256 for result in results.values()}) > 1:
+        raise SystemExit("error: the output tokens differ between residencies")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

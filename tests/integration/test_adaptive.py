@@ -1,0 +1,330 @@
+"""Residency `adaptive`: the tokens of `resident`, whatever memory does meanwhile."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+from checked import checked
+from engine import counters, prompts, running, scheduler
+from vllm import SamplingParams
+
+from vllm_dhisparse.integration.scheduler_state import Adaptation, SchedulerState
+
+from . import test_exactness as exactness
+
+model, resident = exactness.model, exactness.resident
+TOP_K = exactness.TOP_K
+EAGER = {"dwell_steps": 0, "low_watermark_ratio": 0, "high_watermark_ratio": 0}
+"""Settings under which spare memory is in use at once."""
+
+
+def tokens_of(answers):
+    return [answer[0] for answer in answers]
+
+
+def state_of(llm):
+    return scheduler(llm).connector._scheduler_state
+
+
+class Step(NamedTuple):
+    """What vLLM decided in a step, and what was spare then."""
+
+    new: list[str]
+    resumed: list[str]
+    preempted: list[str]
+    num_tokens: dict[str, int]
+    optional_units: int
+
+
+def record_steps(llm):
+    """A list that gets every step of the engine from now on."""
+    steps = []
+    schedule = scheduler(llm).schedule
+
+    def recording(*arguments, **options):
+        optional_units = state_of(llm).ledger.levels().optional_units
+        done = schedule(*arguments, **options)
+        steps.append(
+            Step(
+                [request.req_id for request in done.scheduled_new_reqs],
+                sorted(done.scheduled_cached_reqs.resumed_req_ids),
+                sorted(done.preempted_req_ids or ()),
+                dict(done.num_scheduled_tokens),
+                optional_units,
+            )
+        )
+        return done
+
+    scheduler(llm).schedule = recording
+    return steps
+
+
+def add(llm, request_id, ids, max_tokens):
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    llm.llm_engine.add_request(request_id, {"prompt_token_ids": ids}, parameters)
+
+
+def finish(llm):
+    """Run all requests to their end; tokens by request."""
+    done = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+    return done
+
+
+def adaptive(monkeypatch, model, **options):
+    return checked(monkeypatch, model, residency="adaptive", **options)
+
+
+@pytest.mark.parametrize("chunk", [64, 2048])
+def test_mixed_lengths(monkeypatch, model, resident, chunk):
+    options = {"max_num_batched_tokens": chunk, "max_num_seqs": 8}
+    with adaptive(monkeypatch, model, **options) as llm:
+        answers = exactness.mixed_lengths(llm)
+        assert "vllm:dhisparse_selected_rows{decode,host}" not in counters(llm)
+    assert answers == resident(exactness.mixed_lengths, **options)
+
+
+@pytest.mark.parametrize("rows", [0, TOP_K])
+def test_prefix_caching_and_reset(monkeypatch, model, resident, rows):
+    options = {"max_num_batched_tokens": 64}
+    with adaptive(monkeypatch, model, base_rows_per_request=rows, **options) as llm:
+        turns = [tokens_of(turn) for turn in exactness.conversation(llm)]
+    expected = resident(exactness.conversation, **options)
+    assert turns == [tokens_of(turn) for turn in expected]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption_and_resume_without_capacity(monkeypatch, model, resident, caching):
+    options = {"max_model_len": 512, "enable_prefix_caching": caching}
+    tiny = {"num_gpu_blocks_override": 40, "base_rows_per_request": 0}
+    with adaptive(monkeypatch, model, **tiny, **options) as llm:
+        answers = exactness.crowded(llm)
+        found = counters(llm)
+        assert found["vllm:num_preemptions{}"] > 0
+    assert tokens_of(answers) == tokens_of(resident(exactness.crowded, **options))
+
+
+def test_host_pages_run_out(monkeypatch, model, resident):
+    gib = 12.5 * 128 * 192 * 4 * 6 / 2**30  # 12 pages
+    options = {"max_model_len": 512}
+    with adaptive(monkeypatch, model, host_pool_gib=gib, **EAGER, **options) as llm:
+        assert state_of(llm).pages.num_pages == 12
+        answers = [exactness.crowded(llm) for _ in range(2)]
+    expected = tokens_of(resident(exactness.crowded, **options))
+    assert [tokens_of(answer) for answer in answers] == [expected, expected]
+
+
+def arrivals_and_aborts(llm, seed=1):
+    """Requests that come at random; some are aborted, which is the same in every engine."""
+    rng = random.Random(seed)
+    texts = prompts(*[rng.randrange(1, 700) for _ in range(14)], seed=seed)
+    done = {}
+    for number, ids in enumerate(texts):
+        add(llm, str(number), ids, 40)
+        for _ in range(rng.randrange(4)):
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    done[output.request_id] = list(output.outputs[0].token_ids)
+        if number % 4 == 3:
+            llm.llm_engine.abort_request([str(number - rng.randrange(2))])
+    return done | finish(llm)
+
+
+class RandomCapacity:
+    """In place of the controller: another capacity each step, zero included."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.num_zero = self.num_adopted = self.num_restored = 0
+
+    def adapt(self, state, controller, scheduler_output, fetched_rows):
+        ledger, rng = state.ledger, self.rng
+        state._considered.clear()
+        match rng.randrange(6):
+            case 0:
+                ledger.give_up(ledger.levels().optional_units)
+            case 1:
+                ledger.give_up(rng.randrange(20))
+            case 2:
+                ledger.refill_reserve(rng.randrange(100))
+            case 3:
+                num_units = rng.randrange(4)
+                more = (num_units - ledger.base_units) * len(ledger._tails)
+                if more * ledger.num_groups <= ledger.levels().free_blocks:
+                    ledger.set_base_units(num_units)
+            case _:
+                units = ledger.adopt(rng.randrange(20), 0, take_cached=rng.random() < 0.2)
+                self.num_adopted += len(units)
+                self.num_restored += state._restore(units[: rng.randrange(20)])
+        levels = ledger.levels()
+        self.num_zero += not levels.optional_units + levels.required_units
+        state.check_integrity()
+        return Adaptation("hold", 0.0, 0, 0, ledger.take_reclaimed(), 0)
+
+
+@pytest.fixture
+def random_capacity(monkeypatch):
+    driver = RandomCapacity(seed=2)
+    monkeypatch.setattr(SchedulerState, "adapt", lambda *arguments: driver.adapt(*arguments))
+    return driver
+
+
+def test_random_capacity_changes_nothing(monkeypatch, model, resident, random_capacity):
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with adaptive(monkeypatch, model, **options) as llm:
+        assert exactness.mixed_lengths(llm) == resident(exactness.mixed_lengths, **options)
+        turns = [tokens_of(turn) for turn in exactness.conversation(llm)]
+    assert turns == [tokens_of(t) for t in resident(exactness.conversation, **options)]
+    assert random_capacity.num_zero > 10
+    assert random_capacity.num_restored > 50
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_random_capacity_in_a_crowded_pool(monkeypatch, model, resident, random_capacity, caching):
+    options = {"max_model_len": 1024, "enable_prefix_caching": caching}
+    small = {"num_gpu_blocks_override": 110, "max_num_batched_tokens": 128}
+    with adaptive(monkeypatch, model, **small, **options) as llm:
+        done = arrivals_and_aborts(llm)
+        assert counters(llm)["vllm:num_preemptions{}"] > 0
+    expected = resident(arrivals_and_aborts, **options)
+    both = set(done) & set(expected)  # an abort may come before or after the end
+    assert len(both) >= 10
+    assert {number: done[number] for number in both} == {n: expected[n] for n in both}
+    assert random_capacity.num_adopted
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_optional_memory_delays_nobody(monkeypatch, model, caching):
+    """Law 7: step by step the admissions and preemptions of `fixed` with the same share."""
+    runs = []
+    options = {"max_model_len": 1024, "max_num_batched_tokens": 128}
+    options |= {"enable_prefix_caching": caching, "num_gpu_blocks_override": 110}
+    for settings in (
+        {"residency": "fixed", "fixed_rows_per_request": TOP_K},
+        {"residency": "adaptive", "base_rows_per_request": TOP_K, **EAGER},
+    ):
+        with running(model, settings, **options) as llm:
+            steps = record_steps(llm)
+            done = arrivals_and_aborts(llm)
+            runs.append((done, steps, counters(llm)))
+    (tokens, steps, _), (same_tokens, same_steps, found) = runs
+    assert tokens == same_tokens
+    assert [step[:4] for step in steps] == [step[:4] for step in same_steps]
+    assert any(step.preempted for step in steps)
+    assert any(step.new and step.optional_units > 10 for step in same_steps)
+    assert found["vllm:dhisparse_reclaimed_bytes{reserve}"] > 0
+
+
+def restored_spans(llm, monkeypatch):
+    """A list that gets the spans restored from now on, those of a step together."""
+    found = []
+    state = state_of(llm)
+    restore, fill = state._restore, state.ledger.fill
+
+    def restoring(units):
+        found.append([])
+        return restore(units)
+
+    def filling(unit, span):
+        found[-1].append(span)
+        fill(unit, span)
+
+    monkeypatch.setattr(state, "_restore", restoring)
+    monkeypatch.setattr(state.ledger, "fill", filling)
+    return found
+
+
+def fetch_ratio(llm, since):
+    found = counters(llm)
+    fetched, selected = (
+        sum(found[k] - since.get(k, 0) for k in found if k.startswith(f"vllm:dhisparse_{name}{{d"))
+        for name in ("fetched_rows", "selected_rows")
+    )
+    return fetched / selected
+
+
+def test_a_prefix_hit_is_restored_newest_first(monkeypatch, model):
+    options = {"restore_rows_per_step": 4 * 64, "max_num_batched_tokens": 2048}
+    first, rest = prompts(1900, 300, seed=5)
+    with adaptive(monkeypatch, model, **EAGER, **options) as llm:
+        exactness.outputs(llm, [first], 2)
+        state = state_of(llm)
+        state.ledger.give_up(state.ledger.levels().optional_units)
+        restored = restored_spans(llm, monkeypatch)
+        add(llm, "hit", first + rest, 60)
+        num_hit = 1900 // 128 * 128
+        begin = counters(llm)
+        for _ in range(5):
+            llm.llm_engine.step()
+        early = fetch_ratio(llm, begin)
+        for _ in range(15):
+            llm.llm_engine.step()
+        late = counters(llm)
+        finish(llm)
+        assert fetch_ratio(llm, late) < 0.01 < early
+    spans = [span.position for step in restored for span in step]
+    assert spans == list(range(num_hit // 64))[::-1]
+    assert max(map(len, restored)) <= 4
+
+
+def test_a_hit_on_rows_of_the_same_step_waits_for_them(monkeypatch, model):
+    prefix, *rests = prompts(640, 10, 20, seed=6)
+    with adaptive(monkeypatch, model, **EAGER) as llm:
+        restored = restored_spans(llm, monkeypatch)
+        steps = record_steps(llm)
+        for number, rest in enumerate(rests):
+            add(llm, str(number), prefix + rest, 20)
+        llm.llm_engine.step()
+        assert [step.num_tokens.popitem()[1] for step in steps[:1]] == [20], "a hit of 640 tokens"
+        assert len(steps[0].new) == 2
+        assert not any(restored)
+        finish(llm)
+        assert any(restored)
+
+
+def load_step(llm):
+    """Fetch ratios of two long requests: alone, with eight others, 300 steps later."""
+    texts = prompts(600, 600, *[1000] * 8, seed=7)
+    for number in range(2):
+        add(llm, f"long-{number}", texts[number], 520)
+    ratios, done = [], {}
+
+    def run(num_steps):
+        for _ in range(num_steps):
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    done[output.request_id] = list(output.outputs[0].token_ids)
+
+    run(5)
+    for num_measured, num_settling in ((50, 0), (70, 300), (50, 0)):
+        begin = counters(llm)
+        run(num_measured)
+        ratios.append(fetch_ratio(llm, begin))
+        if len(ratios) == 1:
+            for number in range(2, 10):
+                add(llm, f"short-{number}", texts[number], 60)
+        run(num_settling)
+    assert len(done) == 8, "the short ones ended, the long ones not"
+    return ratios, done | finish(llm)
+
+
+def test_a_load_step(monkeypatch, model):
+    """The pool holds a third of the history of all requests, and that of the long ones."""
+    units, pages = 8 * 17 + 2 * 12, 8 * 9 + 2 * 6
+    options = {"num_gpu_blocks_override": (3 * units + pages) // 3, "max_model_len": 2048}
+    options |= {"max_num_batched_tokens": 128}
+    runs = {}
+    for residency in ("fixed", "adaptive"):
+        with running(model, {"residency": residency}, **options) as llm:
+            runs[residency] = load_step(llm)
+            found = counters(llm)
+            assert "vllm:num_preemptions{}" not in found
+    assert found["vllm:dhisparse_reclaimed_bytes{reserve}"] > 0
+    assert found["vllm:dhisparse_adopted_units{restored}"] > 0
+    (fixed, tokens), (adapted, same_tokens) = runs["fixed"], runs["adaptive"]
+    assert tokens == same_tokens
+    for phase in (0, 2):
+        assert adapted[phase] <= fixed[phase] / 10, (fixed, adapted)
