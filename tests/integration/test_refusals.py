@@ -24,6 +24,7 @@ def refused(model, **options):
             {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
             "--kv-cache-dtype bfloat16: rows keep the model's dtype, here float32",
         ),
+        ({"enable_lora": True}, "LoRA on mixture-of-experts layers needs Triton kernels"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size puts a KV connector of vLLM's in"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported"),
         (

@@ -25,7 +25,8 @@ class DHiSparseMetadata(AttentionMetadata):
         slot_mapping: [num_actual_tokens] int64 - ``block * block_size + offset``.
         token_request: [num_actual_tokens] int64 - row of ``block_table``.
         token_position: [num_actual_tokens] int64 - position in its request.
-        is_prefill: [num_reqs] bool - the request is still in its prompt.
+        is_prefill: [num_reqs] bool - the request computes tokens that it had before: its
+            prompt, or after a preemption also its answer so far.
         verifies: whether any other request brings draft tokens.
 
     """
@@ -80,6 +81,9 @@ class DHiSparseMetadataBuilder(AttentionMetadataBuilder[DHiSparseMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
+        speculation = vllm_config.speculative_config
+        drafts = speculation.num_speculative_tokens if speculation else 0
+        self.max_generation_tokens = 1 + drafts
 
     def build(
         self,
@@ -95,7 +99,8 @@ class DHiSparseMetadataBuilder(AttentionMetadataBuilder[DHiSparseMetadata]):
         seq_lens = common.seq_lens[:num_reqs].long()
         token_request = torch.repeat_interleave(torch.arange(num_reqs), lengths)
         assert common.is_prefilling is not None
-        is_prefill = common.is_prefilling[:num_reqs].cpu()
+        # vLLM's flag ends with the prompt; an answer is computed again only after it.
+        is_prefill = common.is_prefilling[:num_reqs].cpu() | (lengths > self.max_generation_tokens)
         first_position = seq_lens - lengths - starts[:-1]
         return DHiSparseMetadata(
             num_actual_tokens=num_tokens,

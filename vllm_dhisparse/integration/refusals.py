@@ -58,6 +58,11 @@ def _model(vllm_config: "VllmConfig") -> list[str]:
         )
     if model.enable_sleep_mode:
         reasons.append("sleep mode loses the device's KV cache; remove --enable-sleep-mode")
+    if vllm_config.lora_config is not None:
+        reasons.append(
+            "LoRA on mixture-of-experts layers needs Triton kernels, which vLLM's CPU build "
+            "lacks; remove --enable-lora"
+        )
     return reasons
 
 
