@@ -111,7 +111,7 @@ def test_base_units_change_for_all_running_requests_or_not_at_all():
 def test_adopt_leaves_the_reserve_and_cached_prefixes_alone():
     source, ledger = make_ledger(num_blocks=12)
     source.cached = {4, 5}
-    assert ledger.adopt(2, head_reserve_blocks=4) == 2
+    assert len(ledger.adopt(2, head_reserve_blocks=4)) == 2
     assert source.queue == [0, 1, 2, 3, 4, 5, 10, 11, 6, 7, 8, 9]
     assert source.cached == {4, 5}
     ledger.check_integrity()
@@ -120,16 +120,16 @@ def test_adopt_leaves_the_reserve_and_cached_prefixes_alone():
 def test_adopt_takes_the_oldest_cached_prefixes_only_when_told():
     source, ledger = make_ledger(num_blocks=8)
     source.cached = set(range(8))
-    assert ledger.adopt(2, head_reserve_blocks=2) == 0
-    assert ledger.adopt(2, head_reserve_blocks=2, take_cached=True) == 2
+    assert len(ledger.adopt(2, head_reserve_blocks=2)) == 0
+    assert len(ledger.adopt(2, head_reserve_blocks=2, take_cached=True)) == 2
     assert source.cached == {4, 5, 6, 7}
     ledger.check_integrity()
 
 
 def test_adopt_never_takes_an_optional_unit_again():
     _, ledger = make_ledger(num_blocks=8)
-    assert ledger.adopt(10, head_reserve_blocks=0) == 4
-    assert ledger.adopt(10, head_reserve_blocks=0) == 0
+    assert len(ledger.adopt(10, head_reserve_blocks=0)) == 4
+    assert len(ledger.adopt(10, head_reserve_blocks=0)) == 0
 
 
 def test_the_walk_of_adopt_is_bounded_by_what_is_asked():
@@ -138,7 +138,7 @@ def test_the_walk_of_adopt_is_bounded_by_what_is_asked():
     seen = []
     walk = source.walk_free
     source.walk_free = lambda: (seen.append(block) or block for block in walk())
-    assert ledger.adopt(2, head_reserve_blocks=8) == 0
+    assert len(ledger.adopt(2, head_reserve_blocks=8)) == 0
     assert len(seen) <= 8 + 2 * 4
 
 
