@@ -7,12 +7,13 @@ is whole words of 64 rows.
 
 import numpy as np
 
-from vllm_dhisparse.runtime.cpu.native import compiled, count_bits, lowest_bit
+from vllm_dhisparse.runtime.cpu.native import compiled, count_bits, lowest_bit, prefetch
 from vllm_dhisparse.runtime.cpu.state import Asked, Bitmaps, Int32s, Kept, Words
 
 _ONE = np.uint64(1)
 _LOW_BITS = np.uint64(63)
 _WORD_SHIFT = np.uint64(6)
+_PAGES_AHEAD = np.uint64(16)  # pages between the prefetch of their words and its use
 
 
 @compiled
@@ -70,8 +71,12 @@ def _move_home(asked: Asked, request: int, positions: Words, bitmap: Words) -> b
     """Set the bits of a request's positions in a bitmap over host rows."""
     blocks, page_of_block = asked.block_table[max(request, 0)], asked.page_of_block
     page_words, words = np.uint64(asked.page_rows >> 6), np.uint64(positions.size)
+    address = bitmap.ctypes.data
     word, block = np.uint64(0), np.uint64(0)
     while word < words:
+        if word + _PAGES_AHEAD * page_words < words:
+            ahead = np.int64(page_of_block[blocks[block + _PAGES_AHEAD]]) * asked.page_rows >> 6
+            prefetch(address + 8 * ahead)
         page, all_bits = page_of_block[blocks[block]], np.uint64(0)
         place, end = np.uint64(max(page, 0)) * page_words, min(word + page_words, words)
         while word < end:
