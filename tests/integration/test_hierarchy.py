@@ -16,7 +16,7 @@ from .kv_world import World
 
 IMPLEMENTATIONS = ["reference", "cpu"]
 SEEDS = range(12)
-NUM_EVENTS = 300
+NUM_EVENTS = 200
 EVENTS = {
     # of the scheduler
     "hit tokens",
