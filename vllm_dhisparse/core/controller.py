@@ -17,8 +17,8 @@ from vllm_dhisparse.core.page_plan import LATENT_BLOCK_TOKENS
 
 ResidencyState: TypeAlias = Literal["grow", "hold", "shrink", "reclaim"]
 """``grow``: units are adopted. ``hold``: nothing changes. ``shrink``: optional units stand
-where the next steps or the next request will allocate. ``reclaim``: the pool has taken
-optional units back."""
+where the next steps or the next request will allocate, so the oldest are about to go.
+``reclaim``: the pool has taken optional units back."""
 
 
 class Pressure(NamedTuple):
@@ -174,8 +174,10 @@ class ResidencyController:
             room_units = (adoptable - floor) // seen.blocks_per_unit
             growth = self._growth(seen, room_units, history.missed_rows)
         state: ResidencyState = "grow" if growth.adopt_units else "hold"
-        if is_pressed:
-            state = "reclaim" if seen.lost_units else "shrink"
+        if seen.lost_units:
+            state = "reclaim"
+        elif is_pressed and seen.optional_units:
+            state = "shrink"
         return Decision(
             Targets(growth.adopt_units, growth.restore_units, state),
             History(is_growing, dwell_left, growth.missed_rows),
@@ -185,8 +187,9 @@ class ResidencyController:
         """Size one step of growth.
 
         Growth is lazy: misses fill a unit, so units beyond the rows fetched so far would
-        stand empty while older ones are given up for them. Where nothing is missed, the
-        cache is large enough. Restoring has what the misses leave of the link.
+        stand empty while older ones are given up for them. That misses as little as having
+        all memory at once, and ends by itself where nothing is missed, so no working set
+        has to be estimated. Restoring has what the misses leave of the link.
         """
         room_units = min(room_units, self.adopt_units_per_step)
         missed_rows += seen.fetched_rows
