@@ -85,6 +85,11 @@ def test_optional_units_in_the_reserves_are_shrinking():
     assert decision == Decision(Targets(0, 0, "shrink"), History(False, 8))
 
 
+def test_a_full_pool_without_optional_units_has_nothing_to_shrink():
+    decision = reconcile(free_blocks=10, optional_units=0)
+    assert decision == Decision(Targets(0, 0, "hold"), History(False, 8))
+
+
 def test_growth_waits_after_pressure_for_the_dwell_time():
     decision = reconcile(lost_units=1)
     assert decision == Decision(Targets(0, 0, "reclaim"), History(False, 8))

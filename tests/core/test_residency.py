@@ -144,11 +144,13 @@ def test_any_load_keeps_to_the_rules(load, dwell_steps, head_reserve_blocks, num
         pinned = GROUPS * (levels.tail_units + levels.required_units)
         assert levels.free_blocks + pinned == num_blocks, "above budget"
         assert GROUPS * levels.optional_units <= levels.free_blocks
-    up, down = turns([targets.state for targets in engine.targets])
+    states = [targets.state for targets in engine.targets]
+    up, down = turns(states)
     for changes in (up, down):
         assert all(b - a >= dwell_steps for a, b in pairwise(changes))
     for start in up:
-        assert start - max(step for step in down if step < start) >= dwell_steps
+        calm = states[max(0, start - dwell_steps + 1) : start]
+        assert not {"shrink", "reclaim"} & {*calm}
 
 
 def settle(engine):
