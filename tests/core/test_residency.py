@@ -100,7 +100,7 @@ class Engine:
         self.history = decision.history
         free_blocks = self.source.num_free
         wanted = decision.targets.adopt_units
-        adopted = self.ledger.adopt(wanted, self.controller.head_reserve_blocks)
+        adopted = len(self.ledger.adopt(wanted, self.controller.head_reserve_blocks))
         self.unadopted_units = wanted - adopted
         assert self.source.num_free == free_blocks, "adopting took blocks from vLLM"
         self.targets.append(decision.targets)

@@ -241,7 +241,7 @@ class World:
     def adopt(self, num_units, head_reserve_blocks, take_cached):
         if self.setup.residency == "adaptive":
             adopted = self.state.ledger.adopt(num_units, head_reserve_blocks, take_cached)
-            self.events["adopted"] += adopted
+            self.events["adopted"] += len(adopted)
 
     def evict_prefixes(self, seed):
         """Someone else evicts cached blocks, in use or not."""

@@ -158,7 +158,8 @@ class Engine:
             unadopted_units=self.unadopted_units,
         )
         targets, self.history = self.controller.reconcile(seen, self.history)
-        self.unadopted_units = targets.adopt_units - ledger.adopt(targets.adopt_units, reserve)
+        adopted = ledger.adopt(targets.adopt_units, reserve)
+        self.unadopted_units = targets.adopt_units - len(adopted)
         self.losses.count(ledger.take_commands())
         self.most_optional = max(self.most_optional, ledger.levels().optional_units)
 

@@ -58,7 +58,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Rows that a worker fetched for decode and verify in a step, mean over index groups."""
+    """Rows fetched for decode and verify in a step, by the index group that fetched most."""
 
     fetched_rows: int
 
@@ -136,8 +136,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerReport:
         """Return what the scheduler's controller needs to know of this step."""
-        groups = 1 if self._worker is None else self._worker.tables.sizes.index_groups
-        return WorkerReport(self._counters.take_fetched() // groups)
+        return WorkerReport(self._counters.take_fetched())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to load."""
@@ -183,7 +182,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         """Note what the workers fetched."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._fetched_rows += report.fetched_rows
+            self._fetched_rows = report.fetched_rows
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -208,7 +207,6 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         state.bind_scheduled(scheduler_output)
         if self._controller is not None:
             done = state.adapt(self._controller, scheduler_output, self._fetched_rows)
-            self._fetched_rows = 0
             unit_bytes = self._block_bytes * state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
         return StepMetadata(state.take_commands())

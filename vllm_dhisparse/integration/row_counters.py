@@ -30,7 +30,10 @@ class RowCounters:
         return stats
 
     def take_fetched(self) -> int:
-        """Return the rows fetched for decode and verify, and start again."""
+        """Return the rows fetched for decode and verify by the index group that fetched most.
+
+        To be taken in each step; starts again.
+        """
         fetched, self._fetched = self._fetched, 0
         return fetched
 
@@ -64,7 +67,7 @@ class RowCounters:
 
         """
         self._add_rows(resolution.selected, resolution.fetched, metadata)
-        self._fetched += int(resolution.fetched[Phase.GENERATION])
+        self._fetched = max(self._fetched, int(resolution.fetched[Phase.GENERATION]))
         moved = {
             "host_to_device": int(resolution.fetched.sum()) * layer_bytes,
             "device_to_host": metadata.num_actual_tokens * layer_bytes,

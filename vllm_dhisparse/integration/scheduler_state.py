@@ -76,6 +76,7 @@ class SchedulerState:
         self.page_tokens: int = self._address.block_size
         self._block_tokens: int = latent[0].block_size
         self._decisions = History()
+        self._unadopted_units = 0
         self.max_tail_blocks: int = spec.max_tail_blocks(
             max_in_flight_tokens, num_lookahead_tokens, kv_cache_manager.max_model_len
         )
@@ -148,7 +149,7 @@ class SchedulerState:
         Args:
             controller: decides; its memory of past decisions is kept here.
             scheduler_output: the step.
-            fetched_rows: that the workers reported since the last step, of decode and verify.
+            fetched_rows: that the workers last reported, see `Pressure`.
 
         """
         ledger = self.ledger
@@ -166,6 +167,7 @@ class SchedulerState:
             growth_blocks=self.growth_blocks(scheduler_output.total_num_scheduled_tokens),
             fetched_rows=fetched_rows,
             restorable_units=len(self.missing),
+            unadopted_units=self._unadopted_units,
         )
         self._considered.clear()
         targets, self._decisions = controller.reconcile(seen, self._decisions)
@@ -174,6 +176,7 @@ class SchedulerState:
         if targets.adopt_units:
             units = ledger.adopt(targets.adopt_units, controller.head_reserve_blocks)
             restored = self._restore(units[: targets.restore_units])
+        self._unadopted_units = targets.adopt_units - len(units)
         given_up = ledger.refill_reserve(controller.head_reserve_blocks)
         used = seen.total_blocks - seen.free_blocks + seen.waiting_blocks
         return Adaptation(
