@@ -206,7 +206,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             return StepMetadata(None)
         state.bind_scheduled(scheduler_output)
         if self._controller is not None:
-            done = state.adapt(self._controller, scheduler_output, self._fetched_rows)
+            fetched_rows, self._fetched_rows = self._fetched_rows, 0  # a report counts once
+            done = state.adapt(self._controller, scheduler_output, fetched_rows)
             unit_bytes = self._block_bytes * state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
         return StepMetadata(state.take_commands())
