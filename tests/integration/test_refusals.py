@@ -137,6 +137,23 @@ def test_other_models_and_backends_keep_stock_behaviour(tiny_dsa, tmp_path):
     assert "-rotary_embedding" not in config.compilation_config.custom_ops
 
 
+def test_what_the_user_chose_stays(tiny_dsa):
+    chosen = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
+    model = str(tiny_dsa(layers=2, leaders=1))
+    for caching in (True, False):
+        config = EngineArgs(
+            model=model,
+            max_model_len=1024,
+            attention_backend="DHISPARSE",
+            enable_prefix_caching=caching,
+            **chosen,
+        ).create_engine_config()
+        assert config.scheduler_config.max_num_batched_tokens == 256
+        assert config.scheduler_config.enable_chunked_prefill
+        assert config.cache_config.enable_prefix_caching == caching
+        assert config.cache_config.block_size == 64
+
+
 def test_register_never_raises(monkeypatch, caplog):
     def fail():
         raise RuntimeError("vLLM has changed")
