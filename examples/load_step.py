@@ -77,7 +77,7 @@ class Meter:
             running = int(total(samples, "vllm:num_requests_running"))
             name = "vllm:dhisparse_residency_bytes"
             self.levels.append((running, int(total(samples, name, residency_class="optional"))))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(1)
 
     def take_phase(self) -> Phase:
         """Return what happened since the start, and start again."""

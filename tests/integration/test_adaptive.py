@@ -36,6 +36,11 @@ class Step(NamedTuple):
     optional_units: int
 
 
+def given_id(request_id):
+    """The id that the test gave; vLLM adds a random part."""
+    return request_id.rpartition("-")[0]
+
+
 def record_steps(llm):
     """A list that gets every step of the engine from now on."""
     steps = []
@@ -44,12 +49,13 @@ def record_steps(llm):
     def recording(*arguments, **options):
         optional_units = state_of(llm).ledger.levels().optional_units
         done = schedule(*arguments, **options)
+        num_tokens = {given_id(i): count for i, count in done.num_scheduled_tokens.items()}
         steps.append(
             Step(
-                [request.req_id for request in done.scheduled_new_reqs],
-                sorted(done.scheduled_cached_reqs.resumed_req_ids),
-                sorted(done.preempted_req_ids or ()),
-                dict(done.num_scheduled_tokens),
+                [given_id(request.req_id) for request in done.scheduled_new_reqs],
+                sorted(map(given_id, done.scheduled_cached_reqs.resumed_req_ids)),
+                sorted(map(given_id, done.preempted_req_ids or ())),
+                num_tokens,
                 optional_units,
             )
         )
@@ -96,9 +102,8 @@ def test_prefix_caching_and_reset(monkeypatch, model, resident, rows):
     assert turns == [tokens_of(turn) for turn in expected]
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_preemption_and_resume_without_capacity(monkeypatch, model, resident, caching):
-    options = {"max_model_len": 512, "enable_prefix_caching": caching}
+def test_preemption_and_resume_without_capacity(monkeypatch, model, resident):
+    options = {"max_model_len": 512}
     tiny = {"num_gpu_blocks_override": 40, "base_rows_per_request": 0}
     with adaptive(monkeypatch, model, **tiny, **options) as llm:
         answers = exactness.crowded(llm)
@@ -118,10 +123,12 @@ def test_host_pages_run_out(monkeypatch, model, resident):
 
 
 def arrivals_and_aborts(llm, seed=1):
-    """Requests that come at random; some are aborted, which is the same in every engine."""
+    """A crowd that grows into its next block at once, then random arrivals and aborts."""
+    for number, ids in enumerate(prompts(*[100] * 12, seed=9)):
+        add(llm, f"crowd {number}", ids, 60)
+    done = finish(llm)
     rng = random.Random(seed)
     texts = prompts(*[rng.randrange(1, 700) for _ in range(14)], seed=seed)
-    done = {}
     for number, ids in enumerate(texts):
         add(llm, str(number), ids, 40)
         for _ in range(rng.randrange(4)):
@@ -175,36 +182,41 @@ def random_capacity(monkeypatch):
 def test_random_capacity_changes_nothing(monkeypatch, model, resident, random_capacity):
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
     with adaptive(monkeypatch, model, **options) as llm:
-        assert exactness.mixed_lengths(llm) == resident(exactness.mixed_lengths, **options)
+        answers = exactness.mixed_lengths(llm)
         turns = [tokens_of(turn) for turn in exactness.conversation(llm)]
-    assert turns == [tokens_of(t) for t in resident(exactness.conversation, **options)]
+    assert answers == resident(exactness.mixed_lengths, **options)
+    assert turns == [tokens_of(turn) for turn in resident(exactness.conversation, **options)]
     assert random_capacity.num_zero > 10
     assert random_capacity.num_restored > 50
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_random_capacity_in_a_crowded_pool(monkeypatch, model, resident, random_capacity, caching):
-    options = {"max_model_len": 1024, "enable_prefix_caching": caching}
+def test_random_capacity_in_a_crowded_pool(monkeypatch, model, resident, random_capacity):
+    options = {"max_model_len": 1024}
     small = {"num_gpu_blocks_override": 110, "max_num_batched_tokens": 128}
     with adaptive(monkeypatch, model, **small, **options) as llm:
         done = arrivals_and_aborts(llm)
         assert counters(llm)["vllm:num_preemptions{}"] > 0
     expected = resident(arrivals_and_aborts, **options)
     both = set(done) & set(expected)  # an abort may come before or after the end
-    assert len(both) >= 10
+    assert len(both) >= 20
     assert {number: done[number] for number in both} == {n: expected[n] for n in both}
     assert random_capacity.num_adopted
 
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_optional_memory_delays_nobody(monkeypatch, model, caching):
-    """Law 7: step by step the admissions and preemptions of `fixed` with the same share."""
+    """Law 7: step by step the admissions and preemptions of `fixed` with the same share.
+
+    With the head reserve, optional units also cost no prefix hit; without it vLLM takes
+    them itself.
+    """
     runs = []
+    reserve = {} if caching else {"head_reserve_blocks": 0}
     options = {"max_model_len": 1024, "max_num_batched_tokens": 128}
-    options |= {"enable_prefix_caching": caching, "num_gpu_blocks_override": 110}
+    options |= {"enable_prefix_caching": caching, "num_gpu_blocks_override": 70}
     for settings in (
         {"residency": "fixed", "fixed_rows_per_request": TOP_K},
-        {"residency": "adaptive", "base_rows_per_request": TOP_K, **EAGER},
+        {"residency": "adaptive", "base_rows_per_request": TOP_K, **EAGER, **reserve},
     ):
         with running(model, settings, **options) as llm:
             steps = record_steps(llm)
@@ -213,9 +225,10 @@ def test_optional_memory_delays_nobody(monkeypatch, model, caching):
     (tokens, steps, _), (same_tokens, same_steps, found) = runs
     assert tokens == same_tokens
     assert [step[:4] for step in steps] == [step[:4] for step in same_steps]
-    assert any(step.preempted for step in steps)
+    assert any(step.resumed for step in steps), "nothing was preempted"
     assert any(step.new and step.optional_units > 10 for step in same_steps)
-    assert found["vllm:dhisparse_reclaimed_bytes{reserve}"] > 0
+    reason = "reserve" if caching else "pressure"
+    assert found[f"vllm:dhisparse_reclaimed_bytes{{{reason}}}"] > 0
 
 
 def restored_spans(llm, monkeypatch):
@@ -278,8 +291,7 @@ def test_a_hit_on_rows_of_the_same_step_waits_for_them(monkeypatch, model):
         for number, rest in enumerate(rests):
             add(llm, str(number), prefix + rest, 20)
         llm.llm_engine.step()
-        assert [step.num_tokens.popitem()[1] for step in steps[:1]] == [20], "a hit of 640 tokens"
-        assert len(steps[0].new) == 2
+        assert steps[0].num_tokens == {"0": 650, "1": 20}, "a hit in the step that computes it"
         assert not any(restored)
         finish(llm)
         assert any(restored)
