@@ -7,4 +7,5 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
+    OMP_NUM_THREADS="1",  # tiny matrices gain nothing from more, and lose on a busy machine
 )
