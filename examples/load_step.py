@@ -148,7 +148,9 @@ class Client:
 
 async def drive(port: int) -> Result:
     """Run the three phases against one server; the long requests are aborted at the end."""
-    api = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    url = f"http://127.0.0.1:{port}/v1"
+    # No time is too long on a busy machine; a server that dies ends its connections.
+    api = AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=None)
     async with api, asyncio.TaskGroup() as tasks:
         client, meter = Client(api), Meter(port)
         most = MAX_MODEL_LEN - PROMPT_TOKENS
@@ -173,7 +175,10 @@ async def drive(port: int) -> Result:
 
 @contextmanager
 def serving(model: Path, residency: str, log: Path) -> Iterator[int]:
-    """Run a server and yield its port; whatever happens, no process of it stays."""
+    """Run a server and yield its port; whatever happens, no process of it stays.
+
+    A failure inside ends the program with the end of the server's log.
+    """
     port = choose_port()
     config = json.dumps({"dhisparse": {"residency": residency}})
     options = [*SERVER_OPTIONS, "--port", str(port), "--additional-config", config]
@@ -189,6 +194,8 @@ def serving(model: Path, residency: str, log: Path) -> Iterator[int]:
     try:
         wait_until_ready(port, process)
         yield port
+    except (ExceptionGroup, OpenAIError, OSError, RuntimeError, ValueError) as error:
+        raise failure(residency, error, log) from error
     finally:
         stop(process)
 
@@ -223,15 +230,17 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def measure(residency: str, model: Path, log: Path) -> Result:
-    """Start a server, drive it and stop it; a failure ends the program with its log's end."""
-    try:
-        with serving(model, residency, log) as port:
-            return asyncio.run(drive(port))
-    except (ExceptionGroup, OpenAIError, OSError, RuntimeError, ValueError) as error:
-        reasons = error.exceptions if isinstance(error, ExceptionGroup) else [error]
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        why = "; ".join(str(reason) for reason in reasons)
-        raise SystemExit(f"error: residency {residency}: {why}\nend of {log}:\n{end}") from error
+    """Start a server, drive it and stop it."""
+    with serving(model, residency, log) as port:
+        return asyncio.run(drive(port))
+
+
+def failure(residency: str, error: Exception, log: Path) -> SystemExit:
+    """Return the end of the program, with the end of a server's log."""
+    reasons = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+    why = "; ".join(str(reason) for reason in reasons)
+    end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+    return SystemExit(f"error: residency {residency}: {why}\nend of {log}:\n{end}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
