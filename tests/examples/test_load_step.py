@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import load_step
@@ -87,16 +89,38 @@ def test_bad_options(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path):
-    vllm = tmp_path / "vllm"
-    vllm.write_text("#!/bin/sh\necho starting\necho out of luck\nexit 3\n")
+def start(folder, server):
+    """The program with a shell script in place of vLLM."""
+    vllm = folder / "vllm"
+    vllm.write_text(f"#!/bin/sh\n{server}\n")
     vllm.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--model", tmp_path / "model", "--residency", "fixed"],
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, "--model", folder / "model", "--residency", "fixed"],
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 1
-    assert "error: residency fixed: the server stopped with status 3" in done.stderr
-    assert done.stderr.endswith("starting\nout of luck\n")
+
+
+def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path):
+    process = start(tmp_path, "echo starting\necho out of luck\nexit 3")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: residency fixed: the server stopped with status 3" in errors
+    assert errors.endswith("starting\nout of luck\n")
+
+
+def test_an_interrupt_stops_the_server_and_its_children(tmp_path):
+    started = tmp_path / "started"
+    process = start(tmp_path, f"sleep 600 &\necho $! > {started}\nwait")
+    while not (started.exists() and started.read_text().strip()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    child = subprocess.run(
+        ["ps", "-o", "stat=", "-p", started.read_text().strip()], text=True, capture_output=True
+    ).stdout
+    assert not child or child.startswith("Z"), "a process stays"

@@ -60,8 +60,9 @@ def apply_and_check(state: WorkerState, commands: StepCommands) -> None:
                 slots = slice(command.unit * UNIT_ROWS, (command.unit + 1) * UNIT_ROWS)
                 rows = state.tables.row_of_slot[place.index_group, slots].long()
                 home = place.host.flatten(0, 1)[rows[rows >= 0]]
-                assert torch.equal(place.kv_cache[block][:UNIT_ROWS][rows >= 0], home)
                 assert not home.isnan().any(), "a span was restored before it was written"
+                restored = place.kv_cache[block][:UNIT_ROWS][rows >= 0]
+                assert torch.equal(restored, home), "a restored row differs from its home"
 
 
 def _blocks(state: WorkerState, unit: int) -> list[tuple[LayerPlace, int]]:
