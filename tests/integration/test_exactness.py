@@ -104,6 +104,37 @@ def test_the_reference_data_plane(monkeypatch, model, resident):
     assert tokens == [answer[0] for answer in resident(short_lengths)]
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"architecture": "deepseek_v32", "layers": 3},  # every layer is a leader
+        {"architecture": "glm_moe_dsa", "layers": 5, "leaders": 2},  # groups of unequal size
+        {"architecture": "glm_moe_dsa", "layers": 2, "leaders": 1, "index_topk": 1},
+    ],
+    ids=["deepseek v3.2", "uneven groups", "top 1"],
+)
+def test_other_models(monkeypatch, tiny_dsa, shape):
+    folder = tiny_dsa(**shape)
+    with checked(monkeypatch, folder) as llm:
+        answers = short_lengths(llm)
+    with running(folder, RESIDENT) as llm:
+        assert answers == short_lengths(llm)
+
+
+def test_bfloat16_rows_equal_their_host_rows(monkeypatch, model):
+    with checked(monkeypatch, model, dtype="bfloat16") as llm:
+        short_lengths(llm)  # batch shapes change the last bit, so tokens are not compared
+
+
+def test_ngram_drafts(monkeypatch, model, resident):
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with checked(monkeypatch, model, speculative_config=speculation) as llm:
+        tokens = [answer[0] for answer in short_lengths(llm)]
+        found = counters(llm)
+    assert tokens == [answer[0] for answer in resident(short_lengths)]
+    assert found["vllm:dhisparse_fetched_rows{verify}"] > 0
+
+
 def conversation(llm):
     """Shared prefixes, a second turn, and a reset of the prefix cache in between."""
     prefix = prompts(700, seed=3)[0]
