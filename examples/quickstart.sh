@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # From nothing to a served DSA model with DHISPARSE on a machine without a GPU.
 #
-#   bash examples/quickstart.sh [--residency fixed|resident] [--port N] [--requests N] [--json FILE]
+#   bash examples/quickstart.sh [--residency adaptive|fixed|resident] [--port N]
+#                               [--requests N] [--json FILE]
 #
 # Makes a virtual environment ($VENV, default .venv), builds a tiny model, starts
 # `vllm serve` with a device pool about half as large as the history of its requests,
 # sends concurrent long prompts, prints answers, speed and metrics.
 set -euo pipefail
-usage() { sed -n '2,8s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' "$0"; }
 option() { # name value
     [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
     echo "$2"
@@ -25,6 +26,11 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+case $residency in adaptive | fixed | resident) ;; *)
+    echo "error: --residency must be adaptive, fixed or resident" >&2
+    exit 2
+    ;;
+esac
 case $requests in '' | *[!0-9]* | 0*) echo "error: --requests needs a positive number" >&2; exit 2 ;; esac
 
 cd "$(dirname "$0")/.."

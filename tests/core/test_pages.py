@@ -185,7 +185,7 @@ def test_room_is_not_lost_by_requests_that_never_run():
 
 
 @pytest.mark.parametrize("length", range(1, 40))
-def test_every_length_returns_every_page(length):
+def test_f30_every_length_returns_every_page(length):
     source, pages, _ = make_pages(num_pages=10, num_blocks=20)
     blocks = start(source, pages, "a", -(-length // 4))
     end(source, pages, "a", blocks)

@@ -79,6 +79,7 @@ def test_it_stops_cleanly_when_interrupted():
         (["--prot", "1"], "unknown option --prot"),
         (["--port"], "--port needs a value"),
         (["--requests", "none"], "--requests needs a positive number"),
+        (["--residency", "all"], "--residency must be adaptive, fixed or resident"),
         (["--port", "80000"], "port 80000 cannot be used"),
     ],
 )

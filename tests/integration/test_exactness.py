@@ -175,7 +175,7 @@ def test_preemption_and_resume(monkeypatch, model, resident, caching):
     assert tokens == [answer[0] for answer in resident(crowded, **options)]
 
 
-def test_stop_and_length_endings(monkeypatch, model, resident):
+def test_f31_stop_length_and_first_token_endings(monkeypatch, model, resident):
     ids = prompts(300)[0]
     (tokens, _), *_ = resident(one_request)
     with checked(monkeypatch, model, max_model_len=320) as llm:
@@ -183,6 +183,9 @@ def test_stop_and_length_endings(monkeypatch, model, resident):
         stopped = llm.generate([{"prompt_token_ids": ids}], stop)[0].outputs[0]
         end = tokens.index(tokens[6]) + 1
         assert list(stopped.token_ids) == tokens[:end]
+        one = SamplingParams(temperature=0, max_tokens=1)
+        first = llm.generate([{"prompt_token_ids": ids}], one)[0].outputs[0]
+        assert list(first.token_ids) == tokens[:1]
         long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         longest = llm.generate([{"prompt_token_ids": ids}], long)[0].outputs[0]
         assert (list(longest.token_ids)[:16], longest.finish_reason) == (tokens, "length")
@@ -193,7 +196,7 @@ def one_request(llm):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_at_random_times(monkeypatch, model, resident, seed):
+def test_f33_aborts_at_random_times(monkeypatch, model, resident, seed):
     rng = random.Random(seed)
     parameters = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     texts = prompts(*[rng.randrange(1, 700) for _ in range(14)], seed=seed)
@@ -225,7 +228,7 @@ def test_aborts_at_random_times(monkeypatch, model, resident, seed):
     assert [finished[n] for n in sorted(finished)] == expected
 
 
-def test_host_pages_run_out(monkeypatch, model, resident):
+def test_f23_f25_host_pages_run_out(monkeypatch, model, resident):
     """Cached pages go first, then requests wait, then all finish."""
     row_bytes, layers, page_rows = 192 * 4, 6, 128
     pages = 12  # one request needs up to 4, and twelve need 24

@@ -103,7 +103,7 @@ def test_memory_of_one_request_does_not_grow_with_the_context():
     assert spec.max_memory_usage_bytes(config(max_model_len=130)) == (3 + 32) * 42_240
 
 
-def test_the_spec_takes_no_part_in_prefix_caching():
+def test_f36_the_spec_takes_no_part_in_prefix_caching():
     spec = latent_spec(656, 42_240)
     assert not spec.prefix_cacheable
     assert not is_indexer_spec(spec)

@@ -66,7 +66,7 @@ def test_a_manager_without_its_connector_says_so():
 @pytest.mark.parametrize("num_indexer_groups", [1, 3])
 @pytest.mark.parametrize("indexer_first", [False, True])
 @pytest.mark.parametrize("takes_all", [False, True])
-def test_the_first_pool_that_admits_has_exactly_the_required_blocks(
+def test_f24_f27_the_first_pool_that_admits_has_exactly_the_required_blocks(
     num_indexer_groups, indexer_first, takes_all
 ):
     """Optional units are in the way of nobody, and a refused request leaves no trace."""
@@ -156,7 +156,7 @@ def test_the_tail_of_a_long_prefill_stays_bounded():
     state.check_integrity()
 
 
-def test_waiting_for_pages_ends_when_a_request_ends():
+def test_f23_waiting_for_pages_ends_when_a_request_ends():
     kv, state = start(Setup(num_groups=2, num_pages=3, num_drafts=0))
     first = make_request("a", range(130))
     assert admit(kv, state, first) is not None
@@ -167,7 +167,7 @@ def test_waiting_for_pages_ends_when_a_request_ends():
     state.check_integrity()
 
 
-def test_growth_of_a_running_request_beyond_the_pages_is_refused():
+def test_f23_growth_of_a_running_request_beyond_the_pages_is_refused():
     kv, state = start(Setup(num_groups=2, num_pages=2, num_drafts=0))
     request = make_request("a", range(128))
     admit(kv, state, request)
@@ -187,7 +187,7 @@ def test_blocks_of_the_tail_are_named_for_zeroing_in_a_cache_of_mixed_precision(
     assert set(kv.take_new_block_ids()) == tails | set(table_of(kv, "a", 4))
 
 
-def test_deferred_frees_return_tail_blocks_only():
+def test_f28_deferred_frees_return_tail_blocks_only():
     kv, state = start()
     request = make_request("a", range(96))
     admit(kv, state, request)
@@ -231,7 +231,7 @@ def test_events_and_metrics_see_nothing_unusual():
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 129, 255, 257])
-def test_every_length_returns_everything(length):
+def test_f30_every_length_returns_everything(length):
     kv, state = start(Setup(num_groups=3, num_drafts=0))
     request = make_request("a", range(length))
     admit(kv, state, request)
@@ -242,7 +242,7 @@ def test_every_length_returns_everything(length):
     assert state.pages.room() == 40
 
 
-def test_a_request_that_is_refused_and_aborted_leaves_nothing():
+def test_f33_a_request_that_is_refused_and_aborted_leaves_nothing():
     kv, state = start(Setup(num_groups=2, num_pages=1, num_drafts=0))
     request = make_request("a", range(130))
     assert admit(kv, state, request) is None
