@@ -3,6 +3,7 @@
 import pytest
 from engine import RESIDENT, all_blocks_free, counters, greedy, prompts, running, scheduler
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,14 @@ def test_selected_rows_are_counted_once_per_index_group(tiny_dsa):
         assert found["vllm:dhisparse_selected_rows{prefill,tail}"] == 2 * prefill
         assert found["vllm:dhisparse_selected_rows{decode,tail}"] == 2 * 10 * 64
         assert found["vllm:dhisparse_mode_info{64,resident,0.1.0}"] == 1
+
+
+def test_a_second_engine_cannot_take_the_connector_of_the_first(tiny_dsa):
+    with running(tiny_dsa(layers=2, leaders=1), RESIDENT) as llm:
+        tokens = greedy(llm, prompts(100))
+        with pytest.raises(RuntimeError, match="another engine in this process"):
+            get_kv_transfer_group().register_kv_caches({})  # what vLLM does for a second one
+        assert greedy(llm, prompts(100)) == tokens
 
 
 def test_residency_classes_sum_to_the_capacity(tiny_dsa):

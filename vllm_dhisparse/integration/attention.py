@@ -193,8 +193,5 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
 
     def _placed(self) -> LayerPath:
         if self.path is None:
-            raise RuntimeError(
-                "this engine's KV connector was not built: another engine in this process still "
-                "holds the connector; shut that one down first"
-            )
+            raise RuntimeError("the KV connector of this package was not given the KV cache")
         return self.path

@@ -79,6 +79,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._sizes = geometry(vllm_config)
         self._scheduler_state: SchedulerState | None = None
         self._worker: WorkerState | None = None
+        self._is_registered = False
         self._controller: ResidencyController | None = None
         self._fetched_rows = 0
         self._adaptations = DHiSparseStats()
@@ -101,7 +102,19 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Give every layer the way of its rows, now that the cache stands."""
+        """Give every layer the way of its rows, now that the cache stands.
+
+        Raises:
+            RuntimeError: this connector serves another engine. vLLM keeps one connector for a
+                process, and asks it again for a second engine.
+
+        """
+        if self._is_registered:
+            raise RuntimeError(
+                "another engine in this process still holds the KV connector; shut that one down "
+                "first"
+            )
+        self._is_registered = True
         ops = data_plane("cpu")
         context = self._vllm_config.compilation_config.static_forward_context
         layers = {

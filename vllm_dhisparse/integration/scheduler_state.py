@@ -96,6 +96,8 @@ class SchedulerState:
         self._indexer_groups = len(indexer)
         self._considered: dict[str, int] = {}
         """Blocks that requests require which vLLM looked at in this step and did not admit."""
+        self._waiting_blocks = 0
+        """Of the last step."""
         for group, manager in enumerate(latent):
             manager.bind(self, group)
 
@@ -137,6 +139,8 @@ class SchedulerState:
             if num_bound < len(table):
                 pages.bind(request_id, [block.block_id for block in table[num_bound:]])
         pages.end_step()
+        self._waiting_blocks = next(iter(self._considered.values()), 0)
+        self._considered.clear()
 
     def adapt(
         self,
@@ -163,13 +167,12 @@ class SchedulerState:
             required_units=levels.required_units,
             optional_units=levels.optional_units,
             lost_units=reclaimed,
-            waiting_blocks=next(iter(self._considered.values()), 0),
+            waiting_blocks=self._waiting_blocks,
             growth_blocks=self.growth_blocks(scheduler_output.total_num_scheduled_tokens),
             fetched_rows=fetched_rows,
             restorable_units=len(self.missing),
             unadopted_units=self._unadopted_units,
         )
-        self._considered.clear()
         targets, self._decisions = controller.reconcile(seen, self._decisions)
         units: list[int] = []
         restored = 0
