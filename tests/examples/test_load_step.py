@@ -10,6 +10,7 @@ from pathlib import Path
 
 import load_step
 import pytest
+from interrupts import heed_interrupts
 from load_step_report import PHASES, Phase, Result, bars, draw, has_matplotlib, table, verdict
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "load_step.py"
@@ -100,6 +101,7 @@ def start(folder, server):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     )
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from interrupts import heed_interrupts
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "quickstart.sh"
@@ -23,6 +24,7 @@ def start(*options):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
 
 
