@@ -11,7 +11,11 @@ UNIT = 3 * BLOCK
 
 def test_rows_bytes_and_pages_of_one_request(tiny_dsa):
     model = tiny_dsa(layers=LAYERS, leaders=LEADERS, index_topk=TOP_K)
-    settings = {"fixed_rows_per_request": 2 * 64, "host_pool_gib": 10 * 128 * ROW * LAYERS / 2**30}
+    settings = {
+        "residency": "fixed",
+        "fixed_rows_per_request": 2 * 64,
+        "host_pool_gib": 10 * 128 * ROW * LAYERS / 2**30,
+    }
     with running(model, settings, num_gpu_blocks_override=101, max_model_len=512) as llm:
         engine = llm.llm_engine
         parameters = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)

@@ -1,10 +1,11 @@
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_dhisparse.integration import plugin
+from vllm_dhisparse.integration import plugin, unsupported
 from vllm_dhisparse.integration.unsupported import UnsupportedBackend
 
 
@@ -29,5 +30,6 @@ def test_pickling_in_one_process_gives_the_same_member():
     assert pickle.loads(pickle.dumps(member)) is member
 
 
-def test_the_backend_refuses_cuda_with_a_reason():
+def test_the_backend_refuses_cuda_with_a_reason(monkeypatch):
+    monkeypatch.setattr(unsupported, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     assert "CUDA data plane is not released" in UnsupportedBackend.validate_configuration()[0]

@@ -1,5 +1,6 @@
 """What a DSA model computes, by transformers: an implementation that shares nothing with vLLM."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import torch
 from stable_topk import Selection, StableTopk
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
+from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers.models.glm_moe_dsa import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 # Bounds the [heads, chunk, context] intermediates of eager attention.
 CHUNK_TOKENS = 512
@@ -29,10 +32,12 @@ class TransformersOracle:
     """
 
     def __init__(self, directory: Path | str, *, dense: bool = False) -> None:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        # By class: vLLM, once imported, puts configurations of its own into the Auto tables.
+        config_class, model_class = _CLASSES[_model_type(Path(directory))]
+        config = config_class.from_pretrained(directory, local_files_only=True)
         if dense:
             config.index_topk = config.max_position_embeddings
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = model_class.from_pretrained(
             directory,
             config=config,
             dtype=torch.float32,
@@ -139,3 +144,13 @@ class TransformersOracle:
 def _stack(chunks: Sequence[Tensor]) -> Tensor:
     width = max(chunk.shape[1] for chunk in chunks)
     return torch.cat([nn.functional.pad(c, (0, width - c.shape[1]), value=-1) for c in chunks])
+
+
+_CLASSES: dict[str, Any] = {
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+}
+
+
+def _model_type(directory: Path) -> str:
+    return str(json.loads((directory / "config.json").read_text())["model_type"])

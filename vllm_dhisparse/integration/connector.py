@@ -4,6 +4,7 @@ vLLM builds one instance in the engine and one in each worker. It loads and save
 nothing by itself; the hooks about transfers are empty.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,11 +118,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_registered = True
         ops = data_plane("cpu")
         context = self._vllm_config.compilation_config.static_forward_context
-        layers = {
-            name: context[name]
-            for name in sorted(kv_caches, key=extract_layer_index)
-            if isinstance(getattr(context[name], "impl", None), DHiSparseImpl)
-        }
+        layers = latent_layers(kv_caches, context)
         if self._sizes.config.residency == "resident":
             for layer in layers.values():
                 layer.impl.path = ResidentLayer(ops, self._counters, layer.impl.is_leader)
@@ -269,3 +266,12 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> DHiSparsePromMetrics:
         """Build the Prometheus families in the API server."""
         return DHiSparsePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def latent_layers(names: Iterable[str], context: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attention layers of this backend in model order, which index groups follow."""
+    return {
+        name: context[name]
+        for name in sorted(names, key=extract_layer_index)
+        if isinstance(getattr(context[name], "impl", None), DHiSparseImpl)
+    }
