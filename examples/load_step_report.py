@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,7 @@ def verdict(results: Mapping[str, Result]) -> str:
 
 def has_matplotlib() -> bool:
     """Return whether ``draw`` can work."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("matplotlib") is not None
 
 
 def draw(results: Mapping[str, Result], target: Path) -> None:
@@ -98,5 +95,5 @@ def draw(results: Mapping[str, Result], target: Path) -> None:
     middle = (len(results) - 1) * width / 2
     axes.set_xticks([index + middle for index in range(len(PHASES))], PHASES)
     axes.set_ylabel("fetched / selected rows")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(results))
     figure.savefig(target)

@@ -11,7 +11,7 @@ from pathlib import Path
 import load_step
 import pytest
 from interrupts import heed_interrupts
-from load_step_report import PHASES, Phase, Result, bars, draw, has_matplotlib, table, verdict
+from load_step_report import PHASES, Phase, Result, bars, draw, table, verdict
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "load_step.py"
 
@@ -63,7 +63,6 @@ def test_prompts_differ_and_have_no_special_tokens():
     assert all(16 <= token < 496 for text in texts for token in text)
 
 
-@pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
 def test_the_figure_is_an_image(tmp_path):
     draw(RESULTS, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
