@@ -6,6 +6,7 @@ from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 
 from vllm_dhisparse.integration import compat, plugin
+from vllm_dhisparse.integration.refusals import refuse_unsupported
 
 
 def refused(model, **options):
@@ -26,6 +27,10 @@ def refused(model, **options):
         ),
         ({"enable_lora": True}, "LoRA on mixture-of-experts layers needs Triton kernels"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size puts a KV connector of vLLM's in"),
+        (
+            {"prefill_context_parallel_size": 2},
+            "--prefill-context-parallel-size 2 is not supported; set it to 1",
+        ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported"),
         (
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
@@ -73,6 +78,17 @@ def refused(model, **options):
 )
 def test_unsupported_configurations(tiny_dsa, options, message):
     assert message in refused(tiny_dsa(layers=2, leaders=1), **options)
+
+
+def test_sleep_mode(tiny_dsa):
+    # vLLM refuses it itself on this platform, so the option never gets this far.
+    arguments = EngineArgs(
+        model=str(tiny_dsa(layers=2, leaders=1)), attention_backend="DHISPARSE", max_model_len=1024
+    )
+    config = arguments.create_engine_config()
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ValueError, match="sleep mode loses the device's KV cache; remove"):
+        refuse_unsupported(config)
 
 
 def test_a_drafter_with_a_cache(tiny_dsa, tmp_path):
@@ -123,7 +139,7 @@ def test_supported_versions(version):
     assert compat.unsupported_reason(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "0.33.0rc1"])
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0", "0.33.0rc1", "dev"])
 def test_unsupported_versions(version):
     assert version in compat.unsupported_reason(version)
 
