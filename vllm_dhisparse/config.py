@@ -1,6 +1,6 @@
 """The package's own settings: ``--additional-config '{"dhisparse": {...}}'``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from math import isfinite
@@ -34,6 +34,8 @@ class DHiSparseConfig:
             `core.controller.ResidencyController`. Default of ``head_reserve_blocks``: what
             one scheduler step can take.
         huge_pages: whether the host pool asks for 2 MiB pages.
+        numa_nodes: memory node of the host pool of each tensor-parallel rank. Default: as
+            the operating system chooses.
 
     Raises:
         ValueError: a value is out of its range; the message names the setting.
@@ -52,6 +54,7 @@ class DHiSparseConfig:
     adopt_units_per_step: int = 32
     restore_rows_per_step: int = 2048
     huge_pages: bool = True
+    numa_nodes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.residency not in RESIDENCIES:
@@ -70,6 +73,8 @@ class DHiSparseConfig:
             raise ValueError(f"dhisparse.{error}") from error
         if not isinstance(self.huge_pages, bool):
             raise ValueError(f"dhisparse.huge_pages must be true or false; got {self.huge_pages!r}")
+        if self.numa_nodes is not None:
+            _require_list("numa_nodes", self.numa_nodes)
 
     def controller(self, head_reserve_blocks: int) -> ResidencyController:
         """Return the controller of ``adaptive`` with these settings."""
@@ -115,3 +120,12 @@ def _require_whole(name: str, value: Any, least: int) -> None:
         raise ValueError(
             f"dhisparse.{name} must be a whole number of at least {least}; got {value!r}"
         )
+
+
+def _require_list(name: str, value: Any) -> None:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"dhisparse.{name} must be a list of whole numbers; got {value!r}")
+    for number in value:
+        if number is None:
+            raise ValueError(f"dhisparse.{name} must hold whole numbers; got {value!r}")
+        _require_whole(name, number, least=0)

@@ -1,4 +1,5 @@
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ class RecordingPinner:
     def unpin(self, address):
         self.calls.append(("unpin", address))
         del self.ranges[address]
+
+    def drain(self):
+        self.calls.append(("drain", None))
 
     def device_address(self, address):
         return address + 1
@@ -67,7 +71,8 @@ def test_f41_close_unpins_in_reverse_order_once():
     pinned = [address for _, address in pinner.calls]
     pool.close()
     pool.close()
-    assert pinner.calls[len(pinned) :] == [("unpin", address) for address in reversed(pinned)]
+    unpinned = [("unpin", address) for address in reversed(pinned)]
+    assert pinner.calls[len(pinned) :] == [("drain", None), *unpinned]
     assert not pinner.ranges
 
 
@@ -78,6 +83,25 @@ def test_a_failing_pin_leaves_nothing_pinned(fail_at):
         make_pool(pinner=pinner, max_chunk_bytes=200_000)
     assert not pinner.ranges
     assert len(pinner.calls) == 2 * fail_at
+
+
+def test_a_node_can_be_chosen_before_any_page_exists():
+    pool = make_pool(numa_node=0)
+    pool.layer(0).fill_(3)
+    address = pool.layer(0).data_ptr()
+    maps = Path("/proc/self/numa_maps").read_text().splitlines()
+    ranges = [(int(line.split()[0], 16), line.split()[1]) for line in maps]
+    assert [policy for start, policy in ranges if start <= address][-1] == "bind:0"
+
+
+def test_an_unknown_node_is_a_clear_error():
+    with pytest.raises(OSError, match=r"no memory node 4095 .* \['node0'"):
+        make_pool(numa_node=4095)
+
+
+def test_a_pool_larger_than_its_node_is_refused_before_the_system_kills_it():
+    with pytest.raises(MemoryError, match="lower host_pool_gib"):
+        make_pool(num_pages=2**24, numa_node=0)
 
 
 def test_views_outlive_the_pool():

@@ -124,7 +124,13 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
                 layer.impl.path = ResidentLayer(ops, self._counters, layer.impl.is_leader)
             return
         worker = WorkerState(
-            self._sizes, self._kv_cache_config, layers, self._num_pages, ops, self._counters
+            self._sizes,
+            self._kv_cache_config,
+            layers,
+            self._num_pages,
+            ops,
+            self._counters,
+            get_tensor_model_parallel_rank(),
         )
         for layer, place in zip(layers.values(), worker.places, strict=True):
             layer.impl.path = HierarchyLayer(worker, place, layer.impl.is_leader)

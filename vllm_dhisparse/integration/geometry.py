@@ -39,6 +39,10 @@ class Geometry(NamedTuple):
         """Bytes of one host page, all layers."""
         return self.plan.indexer_block_tokens * self.row_bytes * self.num_layers
 
+    def numa_node(self, rank: int) -> int | None:
+        """Memory node of a tensor-parallel rank's host pool; None = not bound."""
+        return None if self.config.numa_nodes is None else self.config.numa_nodes[rank]
+
 
 def dhisparse_config(vllm_config: "VllmConfig") -> DHiSparseConfig:
     """Return the validated settings under ``--additional-config``'s key ``dhisparse``."""
@@ -56,6 +60,12 @@ def geometry(vllm_config: "VllmConfig") -> Geometry:
     config = dhisparse_config(vllm_config)
     model = vllm_config.model_config
     hf_config = model.hf_text_config
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if config.numa_nodes is not None and len(config.numa_nodes) != ranks:
+        raise ValueError(
+            f"dhisparse.numa_nodes names {len(config.numa_nodes)} memory nodes, one for each "
+            f"tensor-parallel rank, but there are {ranks} ranks"
+        )
     row_size = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
     if config.residency == "fixed":
         rows, default = config.fixed_rows_per_request, 2 * hf_config.index_topk

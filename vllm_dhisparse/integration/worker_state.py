@@ -58,6 +58,7 @@ class WorkerState:
         num_pages: host pages.
         ops: the data plane.
         counters: where rows and bytes are counted.
+        rank: of this worker among the tensor-parallel ones.
 
     """
 
@@ -69,6 +70,7 @@ class WorkerState:
         num_pages: int,
         ops: DataPlane,
         counters: RowCounters,
+        rank: int = 0,
     ) -> None:
         self.ops = ops
         self.sizes = sizes
@@ -87,6 +89,7 @@ class WorkerState:
             sizes.row_size,
             sizes.dtype,
             huge_pages=sizes.config.huge_pages,
+            numa_node=sizes.numa_node(rank),
         )
         self.places: list[LayerPlace] = []
         index_group = -1

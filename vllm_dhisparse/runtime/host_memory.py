@@ -1,9 +1,12 @@
-"""Anonymous host memory: huge pages, and populating it in parallel."""
+"""Anonymous host memory: huge pages, memory nodes, and populating it in parallel."""
 
 import ctypes
 import errno
 import mmap
+import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -11,6 +14,10 @@ import numpy as np
 HUGE_PAGE_BYTES = 2 << 20
 SMALL_PAGE_BYTES = mmap.PAGESIZE
 _HUGEPAGE, _NOHUGEPAGE, _POPULATE_WRITE = 14, 15, 23  # advice of madvise(2)
+
+_BIND = 2  # policy of mbind(2)
+_MBIND_CALL = {"x86_64": 237, "aarch64": 235}  # libc has no function for it
+_NODES = Path("/sys/devices/system/node")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -39,6 +46,34 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
     last = (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if first < last:
         _libc.madvise(first, last - first, _HUGEPAGE)
+
+
+def bind_to_node(memory: Memory, node: int) -> None:
+    """Take all pages of a mapping, which was not touched yet, from one memory node.
+
+    Raises:
+        MemoryError: the node is smaller than the mapping.
+        OSError: there is no such node, or the system does not let us choose.
+
+    """
+    call = _MBIND_CALL.get(platform.machine())
+    folder = _NODES / f"node{node}"
+    if call is None or not folder.exists():
+        nodes = sorted(path.name for path in _NODES.glob("node[0-9]*"))
+        raise OSError(errno.EINVAL, f"no memory node {node} to bind the host pool to; {nodes}")
+    total = next(line for line in (folder / "meminfo").open() if "MemTotal" in line)
+    if memory.size > int(total.split()[-2]) * 1024:
+        raise _no_memory(memory.size)  # the kernel would kill the process instead
+    if memory.size == 0:
+        return
+    words = (ctypes.c_ulong * (node // 64 + 1))()
+    words[node // 64] = 1 << node % 64
+    number_of_bits = 64 * len(words) + 1  # the kernel takes one less
+    arguments = (memory.ctypes.data, memory.size, _BIND, words, number_of_bits, 0)
+    wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    if _libc.syscall(ctypes.c_long(call), *wide) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot bind the host pool to memory node {node}: {os.strerror(code)}")
 
 
 def populate(memory: Memory, huge_pages: bool, num_threads: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from vllm_dhisparse.runtime.host_memory import (
     HUGE_PAGE_BYTES,
     SMALL_PAGE_BYTES,
+    bind_to_node,
     map_memory,
     populate,
     round_up,
@@ -32,6 +33,9 @@ class Pinner(Protocol):
     def unpin(self, address: int) -> None:
         """Undo ``pin`` of the range that starts at ``address``."""
 
+    def drain(self) -> None:
+        """Wait until no copy can touch pinned memory any more."""
+
     def device_address(self, address: int) -> int:
         """Where the device sees a pinned host address."""
 
@@ -43,6 +47,9 @@ class NoPinner:
         """Do nothing."""
 
     def unpin(self, address: int) -> None:
+        """Do nothing."""
+
+    def drain(self) -> None:
         """Do nothing."""
 
     def device_address(self, address: int) -> int:
@@ -63,8 +70,9 @@ class Chunk(NamedTuple):
 class HostPool:
     """Host pages of every layer, [num_pages, page_rows, row_size] each.
 
-    Raises MemoryError when the machine does not have the memory, and what the pinner
-    raises when a chunk cannot be pinned; either way nothing stays pinned.
+    Raises MemoryError when the machine (or memory node ``numa_node``, where one is given)
+    does not have the memory, OSError when it cannot be bound to the node, and what the
+    pinner raises when a chunk cannot be pinned; nothing stays pinned then.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class HostPool:
         *,
         pinner: Pinner | None = None,
         huge_pages: bool = True,
+        numa_node: int | None = None,
         poisoned: bool = False,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         num_threads: int | None = None,
@@ -88,6 +97,8 @@ class HostPool:
         self._pinner = pinner or NoPinner()
         self._pinned: list[Chunk] = []
         memory = map_memory(num_layers * self.layer_bytes)
+        if numa_node is not None:
+            bind_to_node(memory, numa_node)
         populate(memory, huge_pages, num_threads or min(32, os.cpu_count() or 1))
         if poisoned:
             memory.fill(_POISON)
@@ -102,7 +113,7 @@ class HostPool:
                 self._pinner.pin(chunk.address, chunk.num_bytes)
                 self._pinned.append(chunk)
         except BaseException:
-            self.close()
+            self._unpin_all()
             raise
 
     @property
@@ -122,8 +133,14 @@ class HostPool:
     def close(self) -> None:
         """Unpin everything, last chunk first, and let go of the memory. Safe to repeat.
 
-        The mapping itself ends with the last view that a caller still holds.
+        Copies in flight end first. The mapping itself ends with the last view that a caller
+        still holds.
         """
+        if self._pinned:
+            self._pinner.drain()
+        self._unpin_all()
+
+    def _unpin_all(self) -> None:
         while self._pinned:
             self._pinner.unpin(self._pinned.pop().address)
         self._layers = []
