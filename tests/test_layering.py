@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "vllm_dhisparse"
 ABSENT = {
     "core": ["torch", "vllm", "triton", "numba", "cupy"],
     "runtime": ["vllm", "triton", "cupy"],
+    "simulator": ["torch", "vllm", "triton", "cupy", "vllm_dhisparse.runtime"],
     "config": ["torch", "vllm", "numpy"],
     "metrics": ["torch", "vllm", "numpy"],
 }

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from workloads import recorded_streams, synthetic_streams, workload
+from workloads import recorded_streams, synthetic_streams
 
 from vllm_dhisparse.core.clock import MAX_AGE, sweep
 from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
+from vllm_dhisparse.simulator.workloads import workload
 
 UNIT_ROWS = 64
 

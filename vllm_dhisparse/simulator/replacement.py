@@ -1,22 +1,63 @@
-"""Replacement policies on a workload: pooled CLOCK, exact LRU, and Belady's MIN.
+"""Replacement policies on a workload: pooled CLOCK, exact LRU, FIFO, random, Belady's MIN.
 
 All resolve a step as a whole: rows selected in a step are never replaced in it. Misses
 are int64 [steps, requests].
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
-from workloads import Workload
 
-from vllm_dhisparse.core.clock import FRESH_AGE, MAX_AGE
+from vllm_dhisparse.core.commands import UNIT_ROWS, UnitState
+from vllm_dhisparse.simulator.native import compiled
+from vllm_dhisparse.simulator.row_cache import RowCache
+from vllm_dhisparse.simulator.traces import Positions
+from vllm_dhisparse.simulator.workloads import Workload
 
 Counts = NDArray[np.int64]
 
 
 def clock_misses(load: Workload, capacity: int) -> Counts:
-    """One CLOCK of ``capacity`` slots for all requests, as ``core.clock``."""
-    return _clock(load.rows, load.num_rows, capacity)
+    """One CLOCK of ``capacity`` slots for all requests: the row cache of the package."""
+    cache = RowCache(load.num_rows, -(-capacity // UNIT_ROWS))
+    cache.state[:capacity] = UnitState.REQUIRED
+    cache.mark_empty()
+    return np.array([_by_request(load, cache.resolve(rows).fetched) for rows in load.rows])
+
+
+def fifo_misses(load: Workload, capacity: int) -> Counts:
+    """Rows leave in the order in which they were fetched."""
+    return _ordered_misses(load, capacity, np.random.default_rng(0), is_random=False)
+
+
+def random_misses(load: Workload, capacity: int, seed: int = 0) -> Counts:
+    """Any row outside the step's selections may leave."""
+    return _ordered_misses(load, capacity, np.random.default_rng(seed), is_random=True)
+
+
+def _ordered_misses(
+    load: Workload, capacity: int, random: np.random.Generator, is_random: bool
+) -> Counts:
+    entered = np.full(load.num_rows, -1, dtype=np.int64)  # -1 = not held
+    misses = np.zeros(load.rows.shape[:2], dtype=np.int64)
+    time = 0
+    for step in range(len(load.rows)):
+        rows = load.rows[step][load.rows[step] >= 0]
+        missing = rows[entered[rows] < 0]
+        misses[step] = _by_request(load, missing)
+        entered[missing] = time + np.arange(missing.size)
+        time += missing.size
+        kept = np.flatnonzero(entered >= 0)
+        over = kept.size - capacity
+        if over > 0:
+            others = np.setdiff1d(kept, rows, assume_unique=True)
+            key = random.random(others.size) if is_random else entered[others]
+            entered[others[np.argsort(key)[:over]]] = -1
+    return misses
+
+
+def _by_request(load: Workload, rows: Positions) -> Counts:
+    owner = np.searchsorted(load.first_row, rows, side="right") - 1
+    return np.bincount(owner, minlength=load.first_row.size)
 
 
 def lru_distances(load: Workload) -> Counts:
@@ -30,7 +71,7 @@ def lru_distances(load: Workload) -> Counts:
 
 def lru_misses(load: Workload, capacity: int) -> Counts:
     """One exact LRU order for all requests."""
-    return (lru_distances(load) >= capacity).sum(axis=2)
+    return np.asarray((lru_distances(load) >= capacity).sum(axis=2))
 
 
 def min_misses(load: Workload, capacity: int) -> Counts:
@@ -45,14 +86,13 @@ def min_misses(load: Workload, capacity: int) -> Counts:
         rows = load.rows[step]
         next_use[step] = upcoming[rows]
         upcoming[rows[rows >= 0]] = step
-    owner = np.searchsorted(load.first_row, np.arange(load.num_rows), side="right") - 1
     held = np.zeros(load.num_rows, dtype=bool)
     key = np.full(load.num_rows, steps)
     misses = np.zeros((steps, requests), dtype=np.int64)
     for step in range(steps):
         is_row = load.rows[step] >= 0
         rows = load.rows[step][is_row]
-        misses[step] = np.bincount(owner[rows[~held[rows]]], minlength=requests)
+        misses[step] = _by_request(load, rows[~held[rows]])
         held[rows] = True
         key[rows] = next_use[step][is_row]
         kept = np.flatnonzero(held)
@@ -63,60 +103,8 @@ def min_misses(load: Workload, capacity: int) -> Counts:
     return misses
 
 
-@njit(cache=True)
-def _clock(all_rows, num_rows, capacity):
-    steps, requests, k = all_rows.shape
-    slot_of_row = np.full(num_rows, -1, dtype=np.int64)
-    row_of_slot = np.full(capacity, -1, dtype=np.int64)
-    age = np.zeros(capacity, dtype=np.uint8)
-    used = np.full(capacity, -1, dtype=np.int64)
-    misses = np.zeros((steps, requests), dtype=np.int64)
-    missing = np.empty(requests * k, dtype=np.int64)
-    hand, num_empty = 0, capacity
-    for step in range(steps):
-        num_missing = num_used = 0
-        for request in range(requests):
-            for row in all_rows[step, request]:
-                if row < 0:
-                    continue
-                slot = slot_of_row[row]
-                if slot >= 0:
-                    age[slot] = MAX_AGE
-                    used[slot] = step
-                    num_used += 1
-                else:
-                    missing[num_missing] = row
-                    num_missing += 1
-                    misses[step, request] += 1
-        entering = min(num_missing, capacity - num_used)
-        done = 0
-        if num_empty:
-            for place in range(capacity):
-                slot = (hand + place) % capacity
-                if row_of_slot[slot] < 0 and done < entering:
-                    row_of_slot[slot] = missing[done]
-                    slot_of_row[missing[done]] = slot
-                    age[slot] = FRESH_AGE
-                    used[slot] = step
-                    done += 1
-            num_empty -= done
-        while done < entering:
-            if used[hand] != step:
-                if age[hand] > 0:
-                    age[hand] -= 1
-                else:
-                    slot_of_row[row_of_slot[hand]] = -1
-                    row_of_slot[hand] = missing[done]
-                    slot_of_row[missing[done]] = hand
-                    age[hand] = FRESH_AGE
-                    used[hand] = step
-                    done += 1
-            hand = (hand + 1) % capacity
-    return misses
-
-
-@njit(cache=True)
-def _distances(all_rows, num_rows):
+@compiled
+def _distances(all_rows: Positions, num_rows: int) -> Counts:
     steps, requests, k = all_rows.shape
     size = steps * requests * k + 1
     tree = np.zeros(size + 1, dtype=np.int64)  # of uses in order of time, the last of each row

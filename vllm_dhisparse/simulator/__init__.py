@@ -1,0 +1,1 @@
+"""Residency in virtual time: the package's own policies, with time and bytes as a model."""
