@@ -131,7 +131,7 @@ def resolve_and_retrieve(sizes: Sizes) -> Iterator[Figure]:
         for layer in layers:
             for plan in resolution.plans:
                 slab = slabs[layer, :, :UNIT_ROWS]
-                OPS.retrieve(plan, slab, column, pool.layer(layer), staging)
+                OPS.retrieve(plan, slab, column, pool.host_layer(layer), staging)
 
     for selected in load.selections:
         retrieve(resolve_next(load, selected), range(4))

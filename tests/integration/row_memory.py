@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from vllm_dhisparse.core.commands import UnitState
-from vllm_dhisparse.runtime.host_pool import HostPool
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Plan, Queries
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import NO_PAGE, UNIT_ROWS, Tables, TableSizes
@@ -97,7 +97,7 @@ class RowMemory:
     """Tables, host pool, slabs and staging. All memory is NaN until a row is written."""
 
     def __init__(self, setup):
-        self.ops, self.scratch = data_plane(setup.implementation), Scratch()
+        self.ops, self.scratch = implementation(setup.implementation), Scratch()
         self.layers = make_layers(setup.num_groups, setup.num_index_groups)
         self.tables = Tables(
             TableSizes(
@@ -143,7 +143,7 @@ class RowMemory:
         for number, layer in enumerate(self.layers):
             rows, slots = rows_of(batch.contents, number), batch.latent_slots[layer.latent_group]
             self.slabs[layer.slab].view(-1, ROW_SIZE)[slots] = rows
-            self.ops.publish(rows, host_rows, self.pool.layer(number))
+            self.ops.publish(rows, host_rows, self.pool.host_layer(number))
             if layer.is_leader:
                 self.ops.enter(slots, layer.latent_group, host_rows, self.tables, layer.index_group)
                 asked = self.resolve(layer.index_group, batch, host_rows, self.places(slots))
@@ -219,7 +219,7 @@ class RowMemory:
             self.staging.fill_(NAN)
             column = self.tables.unit_blocks[:, layer.latent_group]
             (rows,) = self.ops.retrieve(
-                plan, self.slabs[layer.slab], column, readable, self.staging
+                plan, self.slabs[layer.slab], column, HostLayer.of(readable), self.staging
             )
             union = plan.union.long()
             assert torch.equal(rows, at_home[union]), "a retrieved row is not its host row"

@@ -49,7 +49,7 @@ def test_layers_are_placed_by_their_number_also_beyond_the_tenth():
     )
     assert [place.index_group for place in state.places] == [0, 0, *[1] * 8, 2, 2]
     assert [place.latent_group for place in state.places] == [0, 1, 2] * 4
-    assert [place.host.data_ptr() for place in state.places] == [
+    assert [place.host.pages.data_ptr() for place in state.places] == [
         state.pool.layer(number).data_ptr() for number in range(NUM_LAYERS)
     ]
     assert state.tables.sizes.num_units == 10

@@ -21,7 +21,7 @@ from vllm_dhisparse.core.commands import (
     UnitState,
 )
 from vllm_dhisparse.runtime.host_pool import HostPool
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Queries
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
@@ -246,7 +246,7 @@ class Schedule:
 class Worker:
     def __init__(self, name, schedule, staging_rows=4096):
         sizes = schedule.sizes
-        self.ops, self.tables, self.scratch = data_plane(name), Tables(sizes), Scratch()
+        self.ops, self.tables, self.scratch = implementation(name), Tables(sizes), Scratch()
         self.pool = HostPool(
             len(LAYERS),
             sizes.num_pages,
@@ -272,7 +272,7 @@ class Worker:
         rows = self.ops.host_rows(step.slot_mapping, self.tables)
         resolutions, retrieved = {}, []
         for number, layer in enumerate(LAYERS):
-            slab, host = self.slabs[number], self.pool.layer(number)
+            slab, host = self.slabs[number], self.pool.host_layer(number)
             mapping = step.latent_mappings[layer.latent_group]
             real = mapping >= 0
             slab[mapping[real] // UNIT_ROWS, mapping[real] % UNIT_ROWS] = step.new_rows[number][

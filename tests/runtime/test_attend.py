@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.ops import data_plane, implementation
 
 IMPLEMENTATIONS = ["reference", "cpu"]
 
@@ -33,14 +33,14 @@ def by_hand(query, rows, remap, scale, value_size):
 )
 def test_attend_is_softmax_over_the_selected_rows(name, num_tokens, top_k, page_rows):
     case = make_case(num_tokens, 3, top_k, page_rows, torch.float32)
-    out = data_plane(name).attend(*case, scale=0.3, value_size=16)
+    out = implementation(name).attend(*case, scale=0.3, value_size=16)
     torch.testing.assert_close(out.double(), by_hand(*case, 0.3, 16), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_attend_accepts_bfloat16(name):
     case = make_case(9, 4, 17, 8, torch.bfloat16)
-    out = data_plane(name).attend(*case, scale=0.3, value_size=16)
+    out = implementation(name).attend(*case, scale=0.3, value_size=16)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), by_hand(*case, 0.3, 16), rtol=2e-2, atol=2e-2)
 
@@ -52,7 +52,7 @@ def test_attend_of_no_row_is_zero_and_unused_places_may_hold_nan(name):
     remap[2] = -1
     remap[remap == 0] = 1
     rows[0, 0] = float("nan")  # the place that -1 is clamped to
-    out = data_plane(name).attend(query, rows, remap, 0.3, 16)
+    out = implementation(name).attend(query, rows, remap, 0.3, 16)
     assert torch.equal(out[2], torch.zeros_like(out[2]))
     assert not out.isnan().any()
 
@@ -72,4 +72,4 @@ def test_a_query_has_the_same_bits_alone_and_wherever_its_rows_are():
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_attend_of_an_empty_batch(name):
     query, rows, remap = make_case(0, 2, 4, 8, torch.float32)
-    assert data_plane(name).attend(query, rows, remap, 1.0, 16).shape == (0, 2, 16)
+    assert implementation(name).attend(query, rows, remap, 1.0, 16).shape == (0, 2, 16)

@@ -10,7 +10,8 @@ from vllm_dhisparse.core.commands import (
     UnitMoved,
     UnitState,
 )
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.host_pool import HostLayer
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 
 SIZES = TableSizes(
@@ -22,7 +23,7 @@ BOUND = PageBound(5, 3)
 
 @pytest.fixture(params=["reference", "cpu"])
 def ops(request):
-    return data_plane(request.param)
+    return implementation(request.param)
 
 
 def tables_after(ops, *commands):
@@ -90,7 +91,7 @@ def test_f18_accepting_across_a_page_boundary(ops):
         position = torch.arange(first, first + len(rows))
         blocks = torch.tensor([3, 8])[position // 128]
         written = ops.host_rows(blocks * 128 + position % 128, tables)
-        ops.publish(torch.tensor(rows, dtype=torch.uint8)[:, None], written, host)
+        ops.publish(torch.tensor(rows, dtype=torch.uint8)[:, None], written, HostLayer.of(host))
         ops.enter(11 * UNIT_ROWS + position - 126, 0, written, tables, 0)
         tables.check_integrity()
     assert host[5, 126:, 0].tolist() == [1, 2]

@@ -1,15 +1,15 @@
 import pytest
 import torch
 
-from vllm_dhisparse.runtime.host_pool import HostPool
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Plan
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 
 @pytest.fixture(params=["reference", "cpu"])
 def ops(request):
-    return data_plane(request.param)
+    return implementation(request.param)
 
 
 def random_bytes(*shape, dtype=torch.uint8):
@@ -38,7 +38,7 @@ def test_f14_retrieve_moves_exact_bytes_and_touches_no_neighbour(ops, row_size, 
     staging = random_bytes(6, row_size, dtype=dtype)
     last = staging[5].clone()
     plan = Plan(0, 1, union, slot, fetch, torch.zeros(1, 1, dtype=torch.int32))
-    got = ops.retrieve(plan, slab, unit_blocks, host, staging)
+    got = ops.retrieve(plan, slab, unit_blocks, HostLayer.of(host), staging)
     assert got.shape == (1, 5, row_size)
     flat = host.view(-1, row_size)
     expected = torch.stack([flat[0], flat[63], before[0, 2], before[2, 0], flat[511]])
@@ -53,7 +53,7 @@ def test_f16_f17_published_rows_are_read_back(ops, row_size, dtype):
     host = random_bytes(4, 64, row_size, dtype=dtype)
     before = host.clone()
     rows = random_bytes(4, row_size + 3, dtype=dtype)[:, :row_size]  # strided
-    ops.publish(rows, torch.tensor([200, -1, 63, 64]), host)
+    ops.publish(rows, torch.tensor([200, -1, 63, 64]), HostLayer.of(host))
     flat = before.view(-1, row_size)
     flat[200], flat[63], flat[64] = rows[0], rows[2], rows[3]
     assert same_bytes(host, before)
@@ -74,7 +74,7 @@ def test_f15_layers_of_one_slab_keep_to_their_own_bytes(ops):
     unit_blocks, staging = torch.tensor([2], dtype=torch.int32), random_bytes(1, 10)
     for layer in range(4):
         pool.layer(layer)[1, 6] = layer
-        ops.retrieve(plan, slab[:, layer], unit_blocks, pool.layer(layer), staging)
+        ops.retrieve(plan, slab[:, layer], unit_blocks, pool.host_layer(layer), staging)
         before[2, layer, 1] = layer
     assert torch.equal(slab, before)
 
@@ -84,4 +84,5 @@ def test_f13_nothing_to_retrieve(ops):
     plan = Plan(0, 0, none, none, none.bool(), torch.zeros(0, 4, dtype=torch.int32))
     slab, host = random_bytes(2, 64, 8), random_bytes(1, 64, 8)
     unit_blocks = torch.zeros(1, dtype=torch.int32)
-    assert ops.retrieve(plan, slab, unit_blocks, host, random_bytes(4, 8)).shape == (1, 0, 8)
+    got = ops.retrieve(plan, slab, unit_blocks, HostLayer.of(host), random_bytes(4, 8))
+    assert got.shape == (1, 0, 8)

@@ -61,8 +61,14 @@ def test_chunks_end_on_whole_pages_and_share_no_page_of_the_system():
     ranges = sorted(pinner.ranges.items())
     assert all(address % 4096 == 0 and size % 4096 == 0 for address, size in ranges)
     assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges))
-    expected = [chunk.address + 1 for chunk in pool.chunks]
-    assert pool.device_addresses().tolist() == expected
+    for index in range(3):
+        layer = pool.host_layer(index)
+        expected = [chunk.address + 1 for chunk in pool.chunks if chunk.layer == index]
+        assert layer.chunk_addresses.tolist() == expected
+        assert layer.chunk_rows == 4 * 64
+        row = torch.tensor(9 * 64 + 63)  # the last row, found as kernels find it
+        start = layer.chunk_addresses[row // layer.chunk_rows] + row % layer.chunk_rows * 656
+        assert start - 1 == layer.pages[9, 63].data_ptr()
 
 
 def test_f41_close_unpins_in_reverse_order_once():

@@ -1,8 +1,9 @@
 import inspect
 
 import pytest
+import torch
 
-from vllm_dhisparse.runtime.ops import DataPlane, data_plane
+from vllm_dhisparse.runtime.ops import DataPlane, data_plane, implementation
 
 OPERATIONS = [name for name in vars(DataPlane) if not name.startswith("_")]
 
@@ -17,4 +18,9 @@ def parameters(function):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_implementation_has_every_operation_as_declared(name, operation):
     declared = parameters(getattr(DataPlane, operation))[1:]
-    assert parameters(getattr(data_plane(name), operation)) == declared
+    assert parameters(getattr(implementation(name), operation)) == declared
+
+
+def test_the_device_chooses_the_implementation():
+    assert data_plane("cpu") is implementation("cpu")
+    assert data_plane(torch.device("cpu")) is implementation("cpu")

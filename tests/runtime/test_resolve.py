@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitLost, UnitState
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Phase, Queries, Tier
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import NO_SLOT, UNIT_ROWS, Tables, TableSizes
@@ -18,7 +18,7 @@ class Cache:
     """Two requests: 128 tokens in blocks 9 and 1, 64 tokens in block 3."""
 
     def __init__(self, name, units=0):
-        self.ops, self.tables, self.scratch = data_plane(name), Tables(SIZES), Scratch()
+        self.ops, self.tables, self.scratch = implementation(name), Tables(SIZES), Scratch()
         pages = [PageBound(page, block) for block, page in PAGES.items()]
         added = [UnitAdded(unit, UnitState.REQUIRED, (40 + unit,)) for unit in range(units)]
         self.ops.apply(StepCommands(0, (*pages, *added)), self.tables)

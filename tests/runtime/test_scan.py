@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitState
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Phase, Queries
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
@@ -33,7 +33,7 @@ def generation_fetches(name, load, scan_steps=()):
     """Rows fetched for the decoding requests in each step; beside them, one is in prefill."""
     requests = load.rows.shape[1] + 1
     pages = PAGES * requests
-    ops, scratch = data_plane(name), Scratch()
+    ops, scratch = implementation(name), Scratch()
     tables = Tables(TableSizes(pages + UNITS, UNITS, pages, UNIT_ROWS, 1, 1))
     bound = [PageBound(page, page) for page in range(pages)]
     added = [UnitAdded(unit, UnitState.REQUIRED, (pages + unit,)) for unit in range(UNITS)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitState
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Queries
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import Tables, TableSizes
@@ -105,7 +105,7 @@ def test_f07_implementations_agree_at_the_size_of_a_real_step(staging_rows):
     bound = tuple(PageBound(page, block) for block, page in enumerate(pages))
     states = (UnitState.REQUIRED, UnitState.OPTIONAL)
     added = tuple(UnitAdded(unit, states[unit % 2], (240 + unit,)) for unit in range(60))
-    worlds = [(data_plane(name), Tables(sizes), Scratch()) for name in IMPLEMENTATIONS]
+    worlds = [(implementation(name), Tables(sizes), Scratch()) for name in IMPLEMENTATIONS]
     for ops, tables, _ in worlds:
         ops.apply(StepCommands(0, bound + added), tables)
     owner = torch.tensor([0, 1, 2, 3, 4, *[5] * 12], dtype=torch.int32).repeat_interleave(3)

@@ -17,7 +17,7 @@ from vllm_dhisparse.core.commands import PageBound, SpanRestored, StepCommands, 
 from vllm_dhisparse.integration import connector, worker_state
 from vllm_dhisparse.integration.worker_state import LayerPlace, WorkerState
 from vllm_dhisparse.runtime.host_pool import HostPool
-from vllm_dhisparse.runtime.ops import data_plane
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 SETTINGS = {field.name for field in fields(DHiSparseConfig)}
@@ -28,7 +28,7 @@ class CheckedDataPlane:
     """The data plane ``name``, with a look at what `retrieve` returns."""
 
     def __init__(self, name: str) -> None:
-        self._ops = data_plane(name)
+        self._ops = implementation(name)
         self.rows_compared = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -37,7 +37,7 @@ class CheckedDataPlane:
     def retrieve(self, plan, slab, unit_blocks, host, staging):
         staging.fill_(float("nan"))
         rows = self._ops.retrieve(plan, slab, unit_blocks, host, staging)
-        expected = host.flatten(0, 1)[plan.union.long()]
+        expected = host.pages.flatten(0, 1)[plan.union.long()]
         assert torch.equal(rows[0], expected), "a row differs from its home"
         assert not expected.isnan().any(), "a row was selected before it was written"
         self.rows_compared += plan.union.numel()
@@ -52,14 +52,14 @@ def apply_and_check(state: WorkerState, commands: StepCommands) -> None:
                 place.kv_cache[block].fill_(float("nan"))
         elif isinstance(command, PageBound):
             for place in state.places:
-                place.host[command.page].fill_(float("nan"))
+                place.host.pages[command.page].fill_(float("nan"))
     apply_commands(state, commands)
     for command in commands.commands:
         if isinstance(command, SpanRestored):
             for place, block in _blocks(state, command.unit):
                 slots = slice(command.unit * UNIT_ROWS, (command.unit + 1) * UNIT_ROWS)
                 rows = state.tables.row_of_slot[place.index_group, slots].long()
-                home = place.host.flatten(0, 1)[rows[rows >= 0]]
+                home = place.host.pages.flatten(0, 1)[rows[rows >= 0]]
                 assert not home.isnan().any(), "a span was restored before it was written"
                 restored = place.kv_cache[block][:UNIT_ROWS][rows >= 0]
                 assert torch.equal(restored, home), "a restored row differs from its home"

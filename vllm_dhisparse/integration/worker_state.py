@@ -10,7 +10,7 @@ from vllm_dhisparse.core.ledger import max_units
 from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec, is_indexer_spec
 from vllm_dhisparse.integration.row_counters import RowCounters
-from vllm_dhisparse.runtime.host_pool import HostPool
+from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
 from vllm_dhisparse.runtime.ops import DataPlane
 from vllm_dhisparse.runtime.plan import Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
@@ -26,14 +26,13 @@ class LayerPlace(NamedTuple):
     """Where a layer's rows are.
 
     ``kv_cache``: [num_blocks, block_size, row_size]; ``latent_group``: column of
-    ``Tables.unit_blocks``; ``index_group``: number of its leader; ``host``: [num_pages,
-    page_rows, row_size].
+    ``Tables.unit_blocks``; ``index_group``: number of its leader; ``host``: home of its rows.
     """
 
     kv_cache: torch.Tensor
     latent_group: int
     index_group: int
-    host: torch.Tensor
+    host: HostLayer
 
 
 class StepInputs(NamedTuple):
@@ -95,7 +94,7 @@ class WorkerState:
         index_group = -1
         for number, (name, layer) in enumerate(layers.items()):
             index_group += layer.impl.is_leader  # vLLM builds a leader before its followers
-            host = self.pool.layer(number)
+            host = self.pool.host_layer(number)
             self.places.append(LayerPlace(layer.kv_cache, group_of[name], index_group, host))
         self.tables = Tables(
             TableSizes(
@@ -116,13 +115,15 @@ class WorkerState:
     def apply(self, commands: StepCommands) -> None:
         """Apply a step's commands; before its forward pass, exactly once and in order."""
         self._step_inputs = None
-        restored_rows = 0
-        for span in self.ops.apply(commands, self.tables):
-            for place in self.places:
-                block = int(self.tables.unit_blocks[span.unit, place.latent_group])
-                if block >= 0:  # else the unit was lost again in the same step
-                    span.copy(place.index_group, place.kv_cache[block], place.host)
-                    restored_rows += int(span.absent[place.index_group].sum())
+        spans = self.ops.apply(commands, self.tables)
+        if not len(spans.units):
+            return
+        for place in self.places:
+            unit_blocks = self.tables.unit_blocks[:, place.latent_group]
+            self.ops.restore(spans, place.index_group, place.kv_cache, unit_blocks, place.host)
+        is_live = self.tables.unit_blocks[spans.units, 0] >= 0  # not lost again in the same step
+        rows_of_group = spans.absent[is_live].sum(dim=(0, 2)).tolist()
+        restored_rows = sum(rows_of_group[place.index_group] for place in self.places)
         self._counters.add_restored(restored_rows * self.sizes.row_bytes)
 
     def step_inputs(self) -> StepInputs:

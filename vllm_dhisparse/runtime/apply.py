@@ -15,7 +15,7 @@ from vllm_dhisparse.core.commands import (
     UnitMoved,
     UnitState,
 )
-from vllm_dhisparse.runtime.restore import RestoredSpan, enter_span
+from vllm_dhisparse.runtime.restore import RestoredSpans, enter_span
 from vllm_dhisparse.runtime.tables import (
     NO_BLOCK,
     NO_PAGE,
@@ -34,26 +34,41 @@ class Forget(Protocol):
 
 def apply_commands(
     commands: StepCommands, tables: Tables, forget_slots: Forget, forget_rows: Forget
-) -> tuple[RestoredSpan, ...]:
+) -> RestoredSpans:
     """Apply the commands of the step after ``tables.step``, in order."""
+    begin_step(commands, tables)
+    units, rows, absent = [], [], []
+    for command in commands.commands:
+        if isinstance(command, SpanRestored):
+            units.append(command.unit)
+            rows.append(command.page * tables.sizes.page_rows + command.first_row)
+            absent.append(_restore(command, rows[-1], tables))
+        else:
+            _apply(command, tables, forget_slots, forget_rows)
+    return RestoredSpans(
+        torch.tensor(units, dtype=torch.int32),
+        torch.tensor(rows, dtype=torch.int32),
+        torch.stack(absent) if absent else _no_rows(tables),
+    )
+
+
+def begin_step(commands: StepCommands, tables: Tables) -> None:
+    """Assert that the commands are those of the next step, and note that they are applied."""
     assert tables.step in (-1, commands.step - 1), (
         f"step {commands.step} applied after step {tables.step}"
     )
     tables.step = commands.step
-    restored = []
-    for command in commands.commands:
-        if isinstance(command, SpanRestored):
-            restored.append(_restore(command, tables))
-        else:
-            _apply(command, tables, forget_slots, forget_rows)
-    return tuple(restored)
 
 
-def _restore(command: SpanRestored, tables: Tables) -> RestoredSpan:
-    unit, page, first_row = command
+def _no_rows(tables: Tables) -> torch.Tensor:
+    return torch.zeros(0, tables.sizes.index_groups, UNIT_ROWS, dtype=torch.bool)
+
+
+def _restore(command: SpanRestored, first_row: int, tables: Tables) -> torch.Tensor:
+    unit, page, _ = command
     assert tables.unit_state[unit] == UnitState.OPTIONAL, f"a span restored into unit {unit}"
     assert tables.block_of_page[page] != NO_BLOCK, f"a span of unbound page {page}"
-    return enter_span(unit, page * tables.sizes.page_rows + first_row, tables)
+    return enter_span(unit, first_row, tables)
 
 
 def _apply(command: Command, tables: Tables, forget_slots: Forget, forget_rows: Forget) -> None:

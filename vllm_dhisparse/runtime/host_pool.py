@@ -2,6 +2,13 @@
 
 One anonymous mapping, layer after layer, each layer on a 2 MiB boundary. It is pinned
 in chunks of at most 64 GiB, because one registration of 512 GiB or more always fails.
+
+The data plane gets one layer as a ``HostLayer``. The host reads ``pages``. Kernels read
+through ``chunk_addresses``: host row ``r`` of the layer is the ``row_bytes`` bytes at
+``chunk_addresses[r // chunk_rows] + r % chunk_rows * row_bytes``, where an address is what
+``Pinner.device_address`` says. No chunk crosses a layer, all chunks of a layer but its last
+have ``chunk_rows`` rows, and the table stays at its address as long as the pool lives, so
+that captured graphs may read it.
 """
 
 import os
@@ -67,12 +74,32 @@ class Chunk(NamedTuple):
     num_bytes: int
 
 
+class HostLayer(NamedTuple):
+    """Home of one layer's rows, see above.
+
+    ``pages``: [num_pages, page_rows, row_size], contiguous - as the host reads it;
+    ``chunk_addresses``: [chunks] int64, on the device - where the device sees each chunk;
+    ``chunk_rows``: host rows of every chunk but the last.
+    """
+
+    pages: torch.Tensor
+    chunk_addresses: torch.Tensor
+    chunk_rows: int
+
+    @classmethod
+    def of(cls, pages: torch.Tensor) -> "HostLayer":
+        """Wrap pages whose address is the same for host and device, as one chunk."""
+        address = torch.tensor([pages.data_ptr()], dtype=torch.int64)
+        return cls(pages, address, max(1, pages.shape[0] * pages.shape[1]))
+
+
 class HostPool:
     """Host pages of every layer, [num_pages, page_rows, row_size] each.
 
-    Raises MemoryError when the machine (or memory node ``numa_node``, where one is given)
-    does not have the memory, OSError when it cannot be bound to the node, and what the
-    pinner raises when a chunk cannot be pinned; nothing stays pinned then.
+    ``device`` is where the tables of chunk addresses lie. Raises MemoryError when the machine
+    (or memory node ``numa_node``, where one is given) does not have the memory, OSError when
+    it cannot be bound to the node, and what the pinner raises when a chunk cannot be pinned;
+    nothing stays pinned then.
     """
 
     def __init__(
@@ -84,6 +111,7 @@ class HostPool:
         dtype: torch.dtype,
         *,
         pinner: Pinner | None = None,
+        device: torch.device | str = "cpu",
         huge_pages: bool = True,
         numa_node: int | None = None,
         poisoned: bool = False,
@@ -108,10 +136,14 @@ class HostPool:
             .view(num_pages, page_rows, row_size)
             for index in range(num_layers)
         ]
+        # Registrations must not share a page of the operating system.
+        step = SMALL_PAGE_BYTES // gcd(self.page_bytes, SMALL_PAGE_BYTES)
+        self._chunk_pages = max(step, max_chunk_bytes // self.page_bytes // step * step)
         try:
-            for chunk in self._plan_chunks(max_chunk_bytes):
+            for chunk in self._plan_chunks():
                 self._pinner.pin(chunk.address, chunk.num_bytes)
                 self._pinned.append(chunk)
+            self._addresses = [self._address_table(index, device) for index in range(num_layers)]
         except BaseException:
             self._unpin_all()
             raise
@@ -125,10 +157,10 @@ class HostPool:
         """Pages of one layer: [num_pages, page_rows, row_size], contiguous."""
         return self._layers[index]
 
-    def device_addresses(self) -> torch.Tensor:
-        """[chunks] int64 - where the device sees each chunk."""
-        addresses = [self._pinner.device_address(chunk.address) for chunk in self._pinned]
-        return torch.tensor(addresses, dtype=torch.int64)
+    def host_layer(self, index: int) -> HostLayer:
+        """One layer as the data plane takes it."""
+        pages = self._layers[index]
+        return HostLayer(pages, self._addresses[index], self._chunk_pages * pages.shape[1])
 
     def close(self) -> None:
         """Unpin everything, last chunk first, and let go of the memory. Safe to repeat.
@@ -156,13 +188,15 @@ class HostPool:
                 next_page += chunk.num_pages
             assert next_page == self.num_pages, "pages outside all chunks"
 
-    def _plan_chunks(self, max_chunk_bytes: int) -> Iterator[Chunk]:
-        # Registrations must not share a page of the operating system.
-        step = SMALL_PAGE_BYTES // gcd(self.page_bytes, SMALL_PAGE_BYTES)
-        chunk_pages = max(step, max_chunk_bytes // self.page_bytes // step * step)
+    def _plan_chunks(self) -> Iterator[Chunk]:
         for index, layer in enumerate(self._layers):
-            for first in range(0, self.num_pages, chunk_pages):
-                pages = min(chunk_pages, self.num_pages - first)
+            for first in range(0, self.num_pages, self._chunk_pages):
+                pages = min(self._chunk_pages, self.num_pages - first)
                 address = layer.data_ptr() + first * self.page_bytes
                 num_bytes = round_up(pages * self.page_bytes, SMALL_PAGE_BYTES)
                 yield Chunk(index, first, pages, address, num_bytes)
+
+    def _address_table(self, layer: int, device: torch.device | str) -> torch.Tensor:
+        chunks = [chunk for chunk in self._pinned if chunk.layer == layer]
+        addresses = [self._pinner.device_address(chunk.address) for chunk in chunks]
+        return torch.tensor(addresses, dtype=torch.int64, device=device)

@@ -1,13 +1,13 @@
 """The one door to the data plane.
 
 Each operation exists as ``reference`` (plain torch: the meaning), ``cpu`` (numba
-and torch: the CPU product) and ``triton`` (the GPU product). Callers ask for an
-implementation once and never import one of its modules themselves.
+and torch: the CPU product) and ``triton`` (the GPU product). Callers ask for the one of
+their device once and never import one of its modules themselves.
 
-A step calls ``apply``, then ``host_rows``, then in every layer ``publish``, in leader
-layers ``enter`` and ``resolve``, and for each plan ``retrieve`` and ``attend``. Tables
-change only in ``apply``, ``enter`` and ``resolve``; impossible input is an
-AssertionError and leaves them undefined.
+A step calls ``apply`` and in every layer ``restore``, then ``host_rows``, then in every
+layer ``publish``, in leader layers ``enter`` and ``resolve``, and for each plan
+``retrieve`` and ``attend``. Tables change only in ``apply``, ``enter`` and ``resolve``;
+impossible input is an AssertionError and leaves them undefined.
 """
 
 from importlib import import_module
@@ -16,23 +16,44 @@ from typing import Literal, Protocol, cast
 import torch
 
 from vllm_dhisparse.core.commands import StepCommands
+from vllm_dhisparse.runtime.host_pool import HostLayer
 from vllm_dhisparse.runtime.plan import Plan, Queries, Resolution
-from vllm_dhisparse.runtime.restore import RestoredSpan
+from vllm_dhisparse.runtime.restore import RestoredSpans
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import Tables
 
-ImplementationName = Literal["reference", "cpu"]
+ImplementationName = Literal["reference", "cpu", "triton"]
 
 
 class DataPlane(Protocol):
     """The operations of one implementation. Integers and bytes agree between all of them."""
 
-    def apply(self, commands: StepCommands, tables: Tables) -> tuple[RestoredSpan, ...]:
+    def apply(self, commands: StepCommands, tables: Tables) -> RestoredSpans:
         """Apply the commands of the next step, in order.
 
         A page that is bound or dropped loses its rows' map entries, a lost unit its slots'.
         The step must follow the one applied before. The rows of the spans returned must be
-        copied in every layer before the step reads any.
+        copied in every layer, see ``restore``, before the step reads any.
+        """
+        ...
+
+    def restore(
+        self,
+        spans: RestoredSpans,
+        index_group: int,
+        slab: torch.Tensor,
+        unit_blocks: torch.Tensor,
+        host: HostLayer,
+    ) -> None:
+        """Copy the rows of restored spans in one layer; units that are dead again get none.
+
+        Args:
+            spans: from ``apply`` of this step.
+            index_group: of the layer.
+            slab: KV cache of the layer, see ``retrieve``.
+            unit_blocks: [num_units] int32 - blocks of the layer's latent group.
+            host: home of the layer's rows.
+
         """
         ...
 
@@ -50,13 +71,13 @@ class DataPlane(Protocol):
         """
         ...
 
-    def publish(self, rows: torch.Tensor, host_rows: torch.Tensor, host: torch.Tensor) -> None:
+    def publish(self, rows: torch.Tensor, host_rows: torch.Tensor, host: HostLayer) -> None:
         """Copy the rows that a layer wrote in this step to their host rows.
 
         Args:
             rows: [num_tokens, row_size].
             host_rows: [num_tokens] int64 - ``NO_ROW`` = padding.
-            host: [num_pages, page_rows, row_size] - the layer's host pages.
+            host: home of the layer's rows.
 
         """
         ...
@@ -118,7 +139,7 @@ class DataPlane(Protocol):
         plan: Plan,
         slab: torch.Tensor,
         unit_blocks: torch.Tensor,
-        host: torch.Tensor,
+        host: HostLayer,
         staging: torch.Tensor,
     ) -> torch.Tensor:
         """Bring the rows of a plan to where ``attend`` can read them; fill fresh slots.
@@ -128,7 +149,7 @@ class DataPlane(Protocol):
             slab: [num_blocks, block_rows, row_size] - KV cache of a layer, any stride
                 between blocks, at least ``UNIT_ROWS`` rows in each.
             unit_blocks: [num_units] int32 - blocks of the layer's latent group.
-            host: [num_pages, page_rows, row_size] - the layer's host pages.
+            host: home of the layer's rows.
             staging: [staging_rows, row_size].
 
         Returns:
@@ -164,6 +185,11 @@ class DataPlane(Protocol):
         ...
 
 
-def data_plane(name: ImplementationName) -> DataPlane:
-    """Return the implementation called ``name``."""
+def data_plane(device: torch.device | str) -> DataPlane:
+    """Return the product's implementation for a device."""
+    return implementation("cpu" if torch.device(device).type == "cpu" else "triton")
+
+
+def implementation(name: ImplementationName) -> DataPlane:
+    """Return the implementation called ``name``; for tests, which compare them."""
     return cast(DataPlane, import_module(f"vllm_dhisparse.runtime.{name}"))

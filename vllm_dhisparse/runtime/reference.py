@@ -8,13 +8,14 @@ import torch
 from vllm_dhisparse.core.clock import FRESH_AGE, MAX_AGE, sweep
 from vllm_dhisparse.core.commands import StepCommands, UnitState
 from vllm_dhisparse.runtime.apply import apply_commands
+from vllm_dhisparse.runtime.host_pool import HostLayer
 from vllm_dhisparse.runtime.plan import Phase, Plan, Queries, Resolution, Tier
-from vllm_dhisparse.runtime.restore import RestoredSpan
+from vllm_dhisparse.runtime.restore import RestoredSpans, copy_spans
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import NO_ROW, NO_SLOT, UNIT_ROWS, GroupTables, Tables
 
 
-def apply(commands: StepCommands, tables: Tables) -> tuple[RestoredSpan, ...]:
+def apply(commands: StepCommands, tables: Tables) -> RestoredSpans:
     return apply_commands(commands, tables, _forget_slots, _forget_rows)
 
 
@@ -35,6 +36,16 @@ def _forget_rows(tables: Tables, first: int, last: int) -> None:
         slot_of_row[first:last] = NO_SLOT
 
 
+def restore(
+    spans: RestoredSpans,
+    index_group: int,
+    slab: torch.Tensor,
+    unit_blocks: torch.Tensor,
+    host: HostLayer,
+) -> None:
+    copy_spans(spans, index_group, slab, unit_blocks, host.pages)
+
+
 def host_rows(slot_mapping: torch.Tensor, tables: Tables) -> torch.Tensor:
     page_rows = tables.sizes.page_rows
     real = slot_mapping >= 0
@@ -45,9 +56,9 @@ def host_rows(slot_mapping: torch.Tensor, tables: Tables) -> torch.Tensor:
     return rows
 
 
-def publish(rows: torch.Tensor, host_rows: torch.Tensor, host: torch.Tensor) -> None:
+def publish(rows: torch.Tensor, host_rows: torch.Tensor, host: HostLayer) -> None:
     real = host_rows >= 0
-    target = _as_bytes(host).view(-1, host.shape[2] * host.itemsize)
+    target = _as_bytes(host.pages).flatten(0, 1)
     target[host_rows[real]] = _as_bytes(rows)[real]
 
 
@@ -204,14 +215,14 @@ def retrieve(
     plan: Plan,
     slab: torch.Tensor,
     unit_blocks: torch.Tensor,
-    host: torch.Tensor,
+    host: HostLayer,
     staging: torch.Tensor,
 ) -> torch.Tensor:
     num_rows = plan.union.numel()
     place = _as_bytes(slab)
     target = _as_bytes(staging[:num_rows])
-    pages = _as_bytes(host)
-    page_rows = host.shape[1]
+    pages = _as_bytes(host.pages)
+    page_rows = pages.shape[1]
     row = plan.union[plan.fetch].long()
     target[plan.fetch] = pages[row // page_rows, row % page_rows]
 

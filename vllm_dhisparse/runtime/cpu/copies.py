@@ -5,22 +5,34 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_dhisparse.runtime.cpu.native import compiled, copy_bytes, prefetch
+from vllm_dhisparse.runtime.host_pool import HostLayer
 from vllm_dhisparse.runtime.plan import Plan
+from vllm_dhisparse.runtime.restore import RestoredSpans, copy_spans
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 _UNIT_ROWS = UNIT_ROWS
 _AHEAD = 6  # rows between the prefetch of a row and its copy
 
 
-def publish(rows: torch.Tensor, host_rows: torch.Tensor, host: torch.Tensor) -> None:
-    assert rows.dtype == host.dtype
-    assert rows.shape[1] == host.shape[2]
+def restore(
+    spans: RestoredSpans,
+    index_group: int,
+    slab: torch.Tensor,
+    unit_blocks: torch.Tensor,
+    host: HostLayer,
+) -> None:
+    copy_spans(spans, index_group, slab, unit_blocks, host.pages)
+
+
+def publish(rows: torch.Tensor, host_rows: torch.Tensor, host: HostLayer) -> None:
+    assert rows.dtype == host.pages.dtype
+    assert rows.shape[1] == host.pages.shape[2]
     _publish(
         rows.data_ptr(),
         rows.stride(0) * rows.itemsize,
         rows.shape[1] * rows.itemsize,
         host_rows.numpy(),
-        host.data_ptr(),
+        host.pages.data_ptr(),
     )
 
 
@@ -28,13 +40,14 @@ def retrieve(
     plan: Plan,
     slab: torch.Tensor,
     unit_blocks: torch.Tensor,
-    host: torch.Tensor,
+    host: HostLayer,
     staging: torch.Tensor,
 ) -> torch.Tensor:
-    assert slab.dtype == host.dtype == staging.dtype
-    assert slab.shape[2] == host.shape[2] == staging.shape[1]
+    pages = host.pages
+    assert slab.dtype == pages.dtype == staging.dtype
+    assert slab.shape[2] == pages.shape[2] == staging.shape[1]
     assert slab.stride(2) == 1
-    assert host.is_contiguous()
+    assert pages.is_contiguous()
     assert staging.is_contiguous()
     assert slab.shape[1] >= UNIT_ROWS
     num_rows = plan.union.numel()
@@ -47,7 +60,7 @@ def retrieve(
         slab.data_ptr(),
         slab.stride(0) * slab.itemsize,
         slab.stride(1) * slab.itemsize,
-        host.data_ptr(),
+        pages.data_ptr(),
         staging.data_ptr(),
         staging.shape[1] * staging.itemsize,
     )

@@ -10,7 +10,7 @@ from vllm_dhisparse.core.clock import FRESH_AGE
 from vllm_dhisparse.core.commands import StepCommands, UnitState
 from vllm_dhisparse.runtime.apply import apply_commands
 from vllm_dhisparse.runtime.cpu.native import compiled
-from vllm_dhisparse.runtime.restore import RestoredSpan
+from vllm_dhisparse.runtime.restore import RestoredSpans
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables
 
 _UNIT_ROWS, _FRESH_AGE, _TAIL = UNIT_ROWS, FRESH_AGE, int(UnitState.TAIL)
@@ -23,7 +23,7 @@ _WRITE_ERRORS = {
 }
 
 
-def apply(commands: StepCommands, tables: Tables) -> tuple[RestoredSpan, ...]:
+def apply(commands: StepCommands, tables: Tables) -> RestoredSpans:
     return apply_commands(commands, tables, _forget_slots, _forget_rows)
 
 
