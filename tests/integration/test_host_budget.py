@@ -1,6 +1,5 @@
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -8,7 +7,7 @@ from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.core.page_plan import plan_pages
 from vllm_dhisparse.integration import host_budget
 from vllm_dhisparse.integration.geometry import Geometry
-from vllm_dhisparse.integration.host_budget import available_bytes, host_pages, refuse_small_pool
+from vllm_dhisparse.integration.host_budget import host_pages, refuse_small_pool
 
 GIB = 2**30
 
@@ -84,46 +83,3 @@ def test_a_machine_too_small_is_left_to_the_engine_to_refuse(monkeypatch):
     pages = host_pages(vllm_config(), geometry())
     with pytest.raises(ValueError, match=r"raise dhisparse\.host_pool_gib to at least"):
         refuse_small_pool(vllm_config(), geometry(), pages)
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"memory.max": "3000", "memory.current": "1000"}, 2000),
-        ({"memory.max": "1000", "memory.current": "3000"}, 0),
-        (
-            {
-                "memory/memory.limit_in_bytes": "500",
-                "memory/memory.usage_in_bytes": "100",
-            },
-            400,
-        ),
-        (
-            {
-                "memory.max": "3000",
-                "memory.current": "2900",
-                "memory.stat": "anon 400\nfile 2500\ninactive_file 2000\n",
-            },
-            2100,
-        ),
-        (
-            {
-                "memory/memory.limit_in_bytes": "500",
-                "memory/memory.usage_in_bytes": "400",
-                "memory/memory.stat": "inactive_file 7\ntotal_inactive_file 300\n",
-            },
-            400,
-        ),
-    ],
-)
-def test_the_limit_of_the_control_group_counts(tmp_path, files, expected):
-    (tmp_path / "memory").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text + "\n")
-    assert available_bytes(tmp_path) == expected
-
-
-def test_without_a_limit_the_machine_counts(tmp_path):
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5\n")
-    assert 0 < available_bytes(tmp_path) <= psutil.virtual_memory().total

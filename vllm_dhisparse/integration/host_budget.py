@@ -1,40 +1,18 @@
 """How much host memory the history may take: decided once, where the engine starts."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 
 from vllm_dhisparse.core.page_plan import check_host_pool
 from vllm_dhisparse.integration.geometry import Geometry
+from vllm_dhisparse.runtime.available_memory import available_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HOST_PAGES = "dhisparse_host_pages"
 """Key in the connector's extra configuration that carries the number to all processes."""
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-class _Group(NamedTuple):
-    """Files of a control group's memory controller, and a line of its statistics."""
-
-    limit: str
-    usage: str
-    statistics: str
-    reclaimable: str
-
-
-_GROUPS = (
-    _Group("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    _Group(
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
 
 
 def host_pages(vllm_config: "VllmConfig", sizes: Geometry) -> int:
@@ -87,27 +65,3 @@ def kv_cache_bytes(vllm_config: "VllmConfig") -> int:
         return int(psutil.virtual_memory().total * cache.gpu_memory_utilization)
     workers = parallel.tensor_parallel_size * max(parallel.data_parallel_size_local, 1)
     return int(workers * cache.kv_cache_memory_bytes)
-
-
-def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return the memory this process could still use, its control group's limit included."""
-    available = psutil.virtual_memory().available
-    for group in _GROUPS:
-        try:
-            limit = (cgroup / group.limit).read_text().strip()
-            usage = int((cgroup / group.usage).read_text())
-        except OSError:
-            continue
-        if limit != "max":
-            usage -= _reclaimable_bytes(cgroup / group.statistics, group.reclaimable)
-            available = min(available, max(int(limit) - usage, 0))
-    return int(available)
-
-
-def _reclaimable_bytes(statistics: Path, name: str) -> int:
-    """Return the use that ends when someone needs the memory: files once read, as weights."""
-    try:
-        lines = statistics.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)

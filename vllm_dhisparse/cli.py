@@ -1,0 +1,26 @@
+"""The command ``vllm-dhisparse``, also ``python -m vllm_dhisparse``.
+
+A command is a module with ``add_parser(subparsers)``, which adds one parser with the
+default ``run``: a function of the options that returns the exit status.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from vllm_dhisparse import __version__
+from vllm_dhisparse.doctor import command as doctor
+
+COMMANDS = (doctor,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; bad options exit with 2."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-dhisparse", description="Adaptive DHiSparse for vLLM."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
