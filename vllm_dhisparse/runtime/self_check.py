@@ -13,7 +13,8 @@ from vllm_dhisparse.core.commands import (
     UnitLost,
     UnitState,
 )
-from vllm_dhisparse.runtime.ops import DataPlane, ImplementationName, data_plane
+from vllm_dhisparse.runtime.host_pool import HostLayer
+from vllm_dhisparse.runtime.ops import DataPlane, ImplementationName, implementation
 from vllm_dhisparse.runtime.plan import Queries
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import Tables, TableSizes
@@ -34,7 +35,7 @@ def self_check(ops: DataPlane) -> None:
     """
     rows = torch.arange(_TOKENS * _ROW_SIZE, dtype=torch.float32).view(_TOKENS, _ROW_SIZE) / 999
     slab = torch.full((_SIZES.num_blocks, UNIT_ROWS, _ROW_SIZE), torch.nan)
-    host = torch.full((_SIZES.num_pages, _PAGE_ROWS, _ROW_SIZE), torch.nan)
+    host = HostLayer.of(torch.full((_SIZES.num_pages, _PAGE_ROWS, _ROW_SIZE), torch.nan))
     tables, scratch = Tables(_SIZES), Scratch()
     _write(ops, tables, rows, slab, host)
     added = UnitAdded(2, UnitState.REQUIRED, (5,))
@@ -62,7 +63,7 @@ def self_check(ops: DataPlane) -> None:
 
 
 def _write(
-    ops: DataPlane, tables: Tables, rows: torch.Tensor, slab: torch.Tensor, host: torch.Tensor
+    ops: DataPlane, tables: Tables, rows: torch.Tensor, slab: torch.Tensor, host: HostLayer
 ) -> None:
     """Do what a model's layer does in its step: units 0 and 1 are the request's tail."""
     blocks = (3, 4)
@@ -80,7 +81,7 @@ def _write(
 
 def main(name: ImplementationName) -> None:
     """Check one implementation and say so."""
-    self_check(data_plane(name))
+    self_check(implementation(name))
     print(f"data plane {name}: rows and attention are exact")
 
 
