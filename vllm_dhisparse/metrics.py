@@ -84,6 +84,11 @@ CONTROLLER_DECISIONS = Metric(
     "Steps by what the residency controller did in them.",
     (("action", CONTROLLER_STATES),),
 )
+DRAFT_LIMIT = Metric(
+    "draft_tokens_limit",
+    "gauge",
+    "Draft tokens per request in the next step; lower where memory is too short for more.",
+)
 ADOPTED_UNITS = Metric(
     "adopted_units",
     "counter",
@@ -106,6 +111,7 @@ METRICS = (
     KV_PRESSURE,
     CONTROLLER_STATE,
     CONTROLLER_DECISIONS,
+    DRAFT_LIMIT,
     ADOPTED_UNITS,
     RECLAIMED_BYTES,
 )

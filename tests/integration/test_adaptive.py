@@ -169,7 +169,8 @@ class RandomCapacity:
         levels = ledger.levels()
         self.num_zero += not levels.optional_units + levels.required_units
         state.check_integrity()
-        return Adaptation("hold", 0.0, 0, 0, ledger.take_reclaimed(), 0)
+        drafts = scheduler_output.num_spec_tokens_to_schedule
+        return Adaptation("hold", 0.0, 0, 0, ledger.take_reclaimed(), 0, drafts)
 
 
 @pytest.fixture
@@ -340,3 +341,27 @@ def test_a_load_step(monkeypatch, model):
     assert tokens == same_tokens
     for phase in (0, 2):
         assert adapted[phase] <= fixed[phase] / 10, (fixed, adapted)
+
+
+def test_drafts_get_shorter_before_a_request_is_preempted(monkeypatch, model, resident):
+    options = {"max_model_len": 512, "max_num_seqs": 16}
+    speculation = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
+    pool = {"num_gpu_blocks_override": 60, "base_rows_per_request": 0, **EAGER}
+    limits = []
+    adapt = SchedulerState.adapt
+
+    def recording(*arguments):
+        done = adapt(*arguments)
+        limits.append(done.draft_tokens)
+        return done
+
+    monkeypatch.setattr(SchedulerState, "adapt", recording)
+    with adaptive(monkeypatch, model, speculative_config=speculation, **pool, **options) as llm:
+        tokens = tokens_of(crowd(llm))
+    assert tokens == tokens_of(resident(crowd, **options))
+    assert {0, 7} <= set(limits), "the length did not follow the room"
+    assert limits[-1] == 7
+
+
+def crowd(llm):
+    return exactness.outputs(llm, prompts(*[100] * 24, seed=9), 40)

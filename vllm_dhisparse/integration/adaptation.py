@@ -13,6 +13,7 @@ from vllm_dhisparse.metrics import (
     CONTROLLER_DECISIONS,
     CONTROLLER_STATE,
     CONTROLLER_STATES,
+    DRAFT_LIMIT,
     KV_PRESSURE,
     RECLAIMED_BYTES,
 )
@@ -38,6 +39,16 @@ def controller_for(
     return config.controller(blocks + state.ledger.base_units * groups)
 
 
+def shortens_drafts(vllm_config: "VllmConfig") -> bool:
+    """Return whether vLLM heeds a shorter draft length of a step.
+
+    Its V2 runner without asynchronous scheduling, which is what the CPU has, proposes and
+    verifies the full length whatever the scheduler says.
+    """
+    is_v2 = bool(vllm_config.use_v2_model_runner)
+    return bool(vllm_config.scheduler_config.async_scheduling) or not is_v2
+
+
 def adaptation_stats(done: Adaptation, unit_bytes: int) -> DHiSparseStats:
     """Return one step of the controller as counters and gauges."""
     stats = DHiSparseStats()
@@ -48,6 +59,7 @@ def adaptation_stats(done: Adaptation, unit_bytes: int) -> DHiSparseStats:
     stats.add(RECLAIMED_BYTES.key("reserve"), done.given_up_units * unit_bytes)
     gauges = stats.data["gauges"]
     gauges[KV_PRESSURE.key()] = done.pressure_ratio
+    gauges[DRAFT_LIMIT.key()] = float(done.draft_tokens)
     for state in CONTROLLER_STATES:
         gauges[CONTROLLER_STATE.key(state)] = float(state == done.state)
     return stats

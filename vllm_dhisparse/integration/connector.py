@@ -23,7 +23,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dhisparse.core.commands import StepCommands
 from vllm_dhisparse.core.controller import ResidencyController
-from vllm_dhisparse.integration.adaptation import adaptation_stats, controller_for
+from vllm_dhisparse.integration.adaptation import (
+    adaptation_stats,
+    controller_for,
+    shortens_drafts,
+)
 from vllm_dhisparse.integration.attention import DHiSparseImpl
 from vllm_dhisparse.integration.geometry import geometry
 from vllm_dhisparse.integration.host_budget import HOST_PAGES, refuse_small_pool
@@ -187,6 +191,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
                 "adaptive" if self._sizes.config.residency == "adaptive" else "fixed",
                 self._vllm_config.max_in_flight_tokens,
                 self._vllm_config.num_lookahead_tokens,
+                shortens_drafts(self._vllm_config),
             )
         if self._sizes.config.residency == "adaptive":
             assert self._scheduler_state is not None
@@ -224,6 +229,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         if self._controller is not None:
             fetched_rows, self._fetched_rows = self._fetched_rows, 0  # a report counts once
             done = state.adapt(self._controller, scheduler_output, fetched_rows)
+            scheduler_output.num_spec_tokens_to_schedule = done.draft_tokens
             unit_bytes = self._block_bytes * state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
         return StepMetadata(state.take_commands())

@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 
 from vllm_dhisparse.core.commands import Command, SpanRestored, StepCommands, UnitState
 from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
+from vllm_dhisparse.core.drafts import draft_limit
 from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
 from vllm_dhisparse.core.spans import MissingSpans
@@ -24,7 +25,8 @@ class Adaptation(NamedTuple):
     """What one step did with spare memory, for the metrics.
 
     ``state``: of the controller; ``pressure_ratio``: 0 to 1; units adopted empty, adopted
-    and restored, taken back by the pool, given up for the reserve.
+    and restored, taken back by the pool, given up for the reserve; ``draft_tokens`` that each
+    request may have in the next step.
     """
 
     state: str
@@ -33,6 +35,7 @@ class Adaptation(NamedTuple):
     restored_units: int
     reclaimed_units: int
     given_up_units: int
+    draft_tokens: int
 
 
 class SchedulerState:
@@ -47,6 +50,7 @@ class SchedulerState:
         residency: ``fixed`` or ``adaptive``.
         max_in_flight_tokens: vLLM's bound on scheduled and unprocessed tokens.
         num_lookahead_tokens: vLLM's slots beyond the scheduled tokens.
+        can_shorten_drafts: whether vLLM heeds a shorter draft length, see `shortens_drafts`.
 
     Raises:
         ValueError: the KV cache has no latent or no indexer group.
@@ -60,6 +64,7 @@ class SchedulerState:
         residency: LedgerResidency,
         max_in_flight_tokens: int,
         num_lookahead_tokens: int,
+        can_shorten_drafts: bool = True,
     ) -> None:
         managers = kv_cache_manager.coordinator.single_type_managers
         latent = [m for m in managers if isinstance(m, DHiSparseManager)]
@@ -80,6 +85,7 @@ class SchedulerState:
         self.max_tail_blocks: int = spec.max_tail_blocks(
             max_in_flight_tokens, num_lookahead_tokens, kv_cache_manager.max_model_len
         )
+        self._can_shorten_drafts = can_shorten_drafts
         self._step = 0
         self._log: list[Command] = []
         self._source = PoolBlockSource(self._pool)
@@ -189,6 +195,19 @@ class SchedulerState:
             restored,
             reclaimed,
             given_up,
+            self._draft_limit(scheduler_output, levels.free_blocks),
+        )
+
+    def _draft_limit(self, scheduler_output: SchedulerOutput, free_blocks: int) -> int:
+        num_drafts = scheduler_output.num_spec_tokens_to_schedule
+        if not self._can_shorten_drafts:
+            return num_drafts
+        num_requests = len(scheduler_output.num_scheduled_tokens)
+        return draft_limit(
+            num_drafts,
+            free_blocks,
+            self._waiting_blocks,
+            lambda drafts: self.growth_blocks(num_requests * (1 + drafts)),
         )
 
     def growth_blocks(self, num_tokens: int) -> int:
