@@ -1,3 +1,4 @@
+import generate
 import pytest
 
 from vllm_dhisparse.metrics import FETCHED_ROWS, METRICS, SELECTED_ROWS
@@ -17,3 +18,7 @@ def test_series_are_all_combinations_of_labels():
 def test_a_key_needs_known_label_values(values):
     with pytest.raises(AssertionError):
         SELECTED_ROWS.key(*values)
+
+
+def test_every_file_generated_from_the_metrics_is_up_to_date():
+    assert generate.main(["--check"]) == 0, "run: python grafana/generate.py"

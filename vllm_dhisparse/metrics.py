@@ -7,18 +7,32 @@ that they cross process borders as they are. Counters add up; gauges hold the la
 from itertools import product
 from typing import Literal, NamedTuple
 
+from vllm_dhisparse.config import RESIDENCIES
+
+PREFIX = "vllm:dhisparse_"
 TIERS = ("tail", "required", "optional", "host")
 PHASES = ("prefill", "decode", "verify")
 RESIDENCY_CLASSES = ("tail", "required", "optional", "indexer", "draft_ring", "free")
 
 
 class Metric(NamedTuple):
-    """One family on /metrics; every combination of label values exists from the start."""
+    """One family on /metrics; every combination of label values exists from the start.
+
+    ``buckets``: upper bounds of a histogram, ascending, in the unit of its name.
+    """
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     documentation: str
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def samples(self) -> tuple[str, ...]:
+        """Return the names of its samples on /metrics."""
+        name = PREFIX + self.name
+        if self.kind == "histogram":
+            return (f"{name}_bucket", f"{name}_sum", f"{name}_count")
+        return (f"{name}_total",) if self.kind == "counter" else (name,)
 
     def key(self, *values: str) -> str:
         """Return the flat key of one series, label values in the order of ``labels``."""
@@ -65,6 +79,22 @@ HOST_POOL_PAGES = Metric(
     "Host pages: held by running requests, idle (history that a prefix hit may use), free.",
     (("state", ("held", "idle", "free")),),
 )
+HOST_POOL_BYTES = Metric(
+    "host_pool_capacity_bytes",
+    "gauge",
+    "Host memory of the pool, all ranks of the engine.",
+)
+HOST_POOL_WAITS = Metric(
+    "host_pool_waits",
+    "counter",
+    "Times that host pages were missing, so that a request had to wait or one was preempted.",
+)
+EXTRA_PASSES = Metric(
+    "extra_passes",
+    "counter",
+    "Passes beyond a step's first, because the rows of the step were more than staging holds; "
+    "once per index group.",
+)
 
 CONTROLLER_STATES = ("grow", "hold", "shrink", "reclaim")
 KV_PRESSURE = Metric(
@@ -102,12 +132,23 @@ RECLAIMED_BYTES = Metric(
     (("reason", ("pressure", "reserve")),),
 )
 
+MODE_INFO = Metric(
+    "mode_info",
+    "gauge",
+    "How this engine runs; always 1.",
+    (("residency", RESIDENCIES), ("version", ()), ("index_topk", ())),
+)
+"""Labels without values here have one that is known at start-up."""
+
 METRICS = (
     SELECTED_ROWS,
     FETCHED_ROWS,
     TRANSFER_BYTES,
     RESIDENCY_BYTES,
     HOST_POOL_PAGES,
+    HOST_POOL_BYTES,
+    HOST_POOL_WAITS,
+    EXTRA_PASSES,
     KV_PRESSURE,
     CONTROLLER_STATE,
     CONTROLLER_DECISIONS,
@@ -115,3 +156,4 @@ METRICS = (
     ADOPTED_UNITS,
     RECLAIMED_BYTES,
 )
+"""Families with known series. `MODE_INFO` is the only other one."""

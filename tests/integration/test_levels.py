@@ -47,6 +47,7 @@ def test_rows_bytes_and_pages_of_one_request(tiny_dsa):
         assert found["residency_bytes{indexer}"] == 2 * BLOCK
         assert found["residency_bytes{free}"] == (100 - 3 * 3 - 2) * BLOCK
         assert (found["host_pool_pages{held}"], found["host_pool_pages{free}"]) == (2, 8)
+        assert found["host_pool_capacity_bytes{}"] == 10 * 128 * ROW * LAYERS
 
         engine.abort_request(["0"])
         engine.add_request("1", {"prompt_token_ids": prompts(5, seed=1)[0]}, parameters)

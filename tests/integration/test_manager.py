@@ -162,8 +162,10 @@ def test_f23_waiting_for_pages_ends_when_a_request_ends():
     assert admit(kv, state, first) is not None
     second = make_request("b", [1, *range(100)])
     assert admit(kv, state, second) is None
+    assert state.take_page_waits() == 1
     kv.free(first)
     assert admit(kv, state, second) is not None, "idle pages count as room"
+    assert state.take_page_waits() == 0
     state.check_integrity()
 
 
@@ -173,6 +175,7 @@ def test_f23_growth_of_a_running_request_beyond_the_pages_is_refused():
     admit(kv, state, request)
     request.append_output_token_ids(1)
     assert kv.allocate_slots(request, 1) is None
+    assert state.take_page_waits() == 1
     state.check_integrity()
 
 

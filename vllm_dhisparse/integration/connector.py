@@ -38,7 +38,9 @@ from vllm_dhisparse.integration.scheduler_state import SchedulerState
 from vllm_dhisparse.integration.stats import DHiSparsePromMetrics, DHiSparseStats
 from vllm_dhisparse.integration.worker_state import WorkerState
 from vllm_dhisparse.metrics import (
+    HOST_POOL_BYTES,
     HOST_POOL_PAGES,
+    HOST_POOL_WAITS,
     RESIDENCY_BYTES,
 )
 from vllm_dhisparse.runtime.ops import data_plane
@@ -247,6 +249,10 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role is KVConnectorRole.SCHEDULER:
             assert self._kv_cache_manager is not None
             stats, self._adaptations = self._adaptations, DHiSparseStats()
+            if self._scheduler_state is not None and (
+                waits := self._scheduler_state.take_page_waits()
+            ):
+                stats.add(HOST_POOL_WAITS.key(), waits)
             stats.data["gauges"].update(self._levels(self._kv_cache_manager))
             return stats
         return self._counters.take_stats()
@@ -261,6 +267,9 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             gauges[HOST_POOL_PAGES.key("held")] = held
             gauges[HOST_POOL_PAGES.key("free")] = free
             gauges[HOST_POOL_PAGES.key("idle")] = state.pages.num_pages - held - free
+            ranks = self._vllm_config.parallel_config.tensor_parallel_size
+            pool_bytes = state.pages.num_pages * self._sizes.page_bytes * ranks
+            gauges[HOST_POOL_BYTES.key()] = float(pool_bytes)
         return gauges
 
     @classmethod

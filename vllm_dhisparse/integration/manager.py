@@ -67,7 +67,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
             return 0
         state = self._bound_state()
         page_blocks = cdiv(num_tokens, state.page_tokens)
-        if not state.pages.fits(request_id, page_blocks):
+        if state.lacks_pages(request_id, page_blocks):
             return self.block_pool.num_gpu_blocks + 1
         units = cdiv(num_tokens, self.block_size)
         if state.ledger.is_running(request_id):

@@ -4,7 +4,7 @@ import torch
 
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata
 from vllm_dhisparse.integration.stats import DHiSparseStats
-from vllm_dhisparse.metrics import FETCHED_ROWS, SELECTED_ROWS, TRANSFER_BYTES
+from vllm_dhisparse.metrics import EXTRA_PASSES, FETCHED_ROWS, SELECTED_ROWS, TRANSFER_BYTES
 from vllm_dhisparse.runtime.plan import Phase, Resolution, Tier
 
 
@@ -67,6 +67,8 @@ class RowCounters:
 
         """
         self._add_rows(resolution.selected, resolution.fetched, metadata)
+        if self._counts_rows and len(resolution.plans) > 1:
+            self._stats.add(EXTRA_PASSES.key(), len(resolution.plans) - 1)
         self._fetched = max(self._fetched, int(resolution.fetched[Phase.GENERATION]))
         moved = {
             "host_to_device": int(resolution.fetched.sum()) * layer_bytes,

@@ -104,6 +104,7 @@ class SchedulerState:
         """Blocks that requests require which vLLM looked at in this step and did not admit."""
         self._waiting_blocks = 0
         """Of the last step."""
+        self._page_waits = 0
         for group, manager in enumerate(latent):
             manager.bind(self, group)
 
@@ -128,6 +129,18 @@ class SchedulerState:
     def consider(self, request_id: str, latent_blocks: int, page_blocks: int) -> None:
         """Note what a request requires that vLLM would like to admit."""
         self._considered[request_id] = latent_blocks + page_blocks * self._indexer_groups
+
+    def lacks_pages(self, request_id: str, page_blocks: int) -> bool:
+        """Return, and count, whether a request finds no host pages for so many blocks."""
+        if self.pages.fits(request_id, page_blocks):
+            return False
+        self._page_waits += 1
+        return True
+
+    def take_page_waits(self) -> int:
+        """Return how often host pages were missing, and start again."""
+        waits, self._page_waits = self._page_waits, 0
+        return waits
 
     def on_admitted(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Keep the pages of the prefix hit; for ``update_state_after_alloc``."""

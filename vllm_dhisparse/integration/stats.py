@@ -12,30 +12,45 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from vllm_dhisparse import __version__
 from vllm_dhisparse.integration.geometry import dhisparse_config
-from vllm_dhisparse.metrics import FETCHED_ROWS, METRICS, SELECTED_ROWS
+from vllm_dhisparse.metrics import (
+    FETCHED_ROWS,
+    METRICS,
+    MODE_INFO,
+    PREFIX,
+    SELECTED_ROWS,
+    Metric,
+)
 
 
 class DHiSparseStats(KVConnectorStats):
-    """Counters since the last report, and the latest gauges, by `Metric.key`."""
+    """Counters and observations since the last report, and the latest gauges, by `Metric.key`."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.data: dict[str, Any] = data or {"counters": {}, "gauges": {}}
+        self.data: dict[str, Any] = {}
+        self.reset()
+        self.data.update(data or {})
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"counters": {}, "gauges": {}}
+        self.data = {"counters": {}, "gauges": {}, "observations": {}}
 
     def add(self, key: str, amount: int) -> None:
         """Count ``amount`` more of ``key``."""
         counters = self.data["counters"]
         counters[key] = counters.get(key, 0) + amount
 
+    def observe(self, key: str, value: float) -> None:
+        """Put a value in the histogram ``key``."""
+        self.data["observations"].setdefault(key, []).append(value)
+
     def aggregate(self, other: KVConnectorStats) -> "DHiSparseStats":
-        """Add the other's counters and take its gauges."""
+        """Add the other's counters and observations and take its gauges."""
         for key, amount in other.data["counters"].items():
             self.add(key, amount)
         self.data["gauges"].update(other.data["gauges"])
+        for key, values in other.data["observations"].items():
+            self.data["observations"].setdefault(key, []).extend(values)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -49,7 +64,7 @@ class DHiSparseStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        return not (self.data["counters"] or self.data["gauges"])
+        return not any(self.data.values())
 
 
 class DHiSparsePromMetrics(KVConnectorPromMetrics):
@@ -66,8 +81,7 @@ class DHiSparsePromMetrics(KVConnectorPromMetrics):
         # Every series exists from the start, so that rate() has a zero to begin at.
         self._series: dict[tuple[int, str], Any] = {}
         for metric in METRICS:
-            names = [*labelnames, *(label for label, _ in metric.labels)]
-            family = self._family(metric.kind, metric.name, metric.documentation, names)
+            family = self._family(metric)
             for engine, engine_values in per_engine_labelvalues.items():
                 for values in metric.series():
                     child = family.labels(*engine_values, *values)
@@ -75,21 +89,26 @@ class DHiSparsePromMetrics(KVConnectorPromMetrics):
         self._describe(vllm_config)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add counters and set gauges of one report."""
+        """Add counters and observations and set gauges of one report."""
         for key, amount in transfer_stats_data["counters"].items():
             self._series[engine_idx, key].inc(amount)
         for key, value in transfer_stats_data["gauges"].items():
             self._series[engine_idx, key].set(value)
+        for key, values in transfer_stats_data["observations"].items():
+            for value in values:
+                self._series[engine_idx, key].observe(value)
 
-    def _family(self, kind: str, name: str, documentation: str, labelnames: list[str]) -> Any:
+    def _family(self, metric: Metric) -> Any:
         # Ray replaces the metric classes, hence vLLM hands them in.
         options: dict[str, Any] = {
-            "name": f"vllm:dhisparse_{name}",
-            "documentation": documentation,
-            "labelnames": labelnames,
+            "name": PREFIX + metric.name,
+            "documentation": metric.documentation,
+            "labelnames": [*self._labelnames, *(label for label, _ in metric.labels)],
         }
-        if kind == "counter":
+        if metric.kind == "counter":
             return self._counter_cls(**options)
+        if metric.kind == "histogram":
+            return self._histogram_cls(**options, buckets=metric.buckets)
         return self._gauge_cls(**options, multiprocess_mode="mostrecent")
 
     def _describe(self, vllm_config: VllmConfig) -> None:
@@ -98,8 +117,6 @@ class DHiSparsePromMetrics(KVConnectorPromMetrics):
             "version": __version__,
             "index_topk": str(vllm_config.model_config.hf_text_config.index_topk),
         }
-        family = self._family(
-            "gauge", "mode_info", "How this engine runs; always 1.", [*self._labelnames, *info]
-        )
+        family = self._family(MODE_INFO)
         for values in self.per_engine_labelvalues.values():
-            family.labels(*values, *info.values()).set(1)
+            family.labels(*values, *(info[label] for label, _ in MODE_INFO.labels)).set(1)
