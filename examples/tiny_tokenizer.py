@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with a chat template, trained on the project's licence text."""
+"""A small byte-level BPE tokenizer with a chat template."""
 
 import json
 from pathlib import Path
@@ -23,19 +23,19 @@ _TRAINING_TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 
 
 def write_tokenizer(directory: Path, max_model_len: int) -> Tokenizer:
-    """Train the tokenizer and write it to ``directory`` in the layout of Hugging Face.
-
-    Every byte is a token, so ``decode(encode(text)) == text`` for any text, and no
-    special token is added unless a chat template asks for it.
+    """Train the tokenizer on the project's licence and write it to ``directory``.
 
     Args:
         directory: existing folder of the model.
         max_model_len: longest sequence, in tokens, that the model accepts.
-
-    Raises:
-        ValueError: the training text is too short for the vocabulary.
     """
-    tokenizer = _train(_TRAINING_TEXT.read_text(encoding="utf-8"))
+    tokenizer = train_tokenizer(_TRAINING_TEXT.read_text(encoding="utf-8"), VOCABULARY_SIZE)
+    save_tokenizer(tokenizer, directory, max_model_len)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_model_len: int) -> None:
+    """Write a tokenizer and its chat template in the layout of Hugging Face."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -48,7 +48,6 @@ def write_tokenizer(directory: Path, max_model_len: int) -> Tokenizer:
     }
     text = json.dumps(settings, indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    return tokenizer
 
 
 def printable_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -61,19 +60,27 @@ def printable_tokens(tokenizer: Tokenizer) -> list[int]:
     return [token for token in range(tokenizer.get_vocab_size()) if is_printable(token)]
 
 
-def _train(text: str) -> Tokenizer:
+def train_tokenizer(text: str, vocabulary_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer whose first ids are the special tokens.
+
+    Every byte is a token, so ``decode(encode(text)) == text`` for any text, and no
+    special token is added unless a chat template asks for it.
+
+    Raises:
+        ValueError: the text is too short for the vocabulary.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([text], trainer)
-    if tokenizer.get_vocab_size() != VOCABULARY_SIZE:
+    if tokenizer.get_vocab_size() != vocabulary_size:
         raise ValueError(
-            f"training text too short: {tokenizer.get_vocab_size()} of {VOCABULARY_SIZE} tokens"
+            f"training text too short: {tokenizer.get_vocab_size()} of {vocabulary_size} tokens"
         )
     return tokenizer

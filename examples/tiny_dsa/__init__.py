@@ -1,0 +1,1 @@
+"""A tiny DSA model that is trained: recipe, drafters and figures."""
