@@ -21,11 +21,13 @@ class DHiSparseConfig:
             ``fixed``: in host memory, with a constant number of rows on the device for
             each running request (the HiSparse baseline). ``adaptive``: the same with a
             smaller constant, plus memory that is spare, given back under pressure.
-        host_pool_gib: host memory for the history, of the whole engine. Default: half of
-            the memory that vLLM's KV cache leaves, at most what ``max_num_seqs`` requests
-            of ``max_model_len`` tokens need.
-        fixed_rows_per_request: rows on the device per running request under ``fixed``,
-            rounded up to whole units of 64. Default: 2 x index_topk.
+        host_pool_gib: host memory for the history, of each engine (data-parallel rank),
+            shared by its tensor-parallel ranks. Default: half of the memory that vLLM's
+            KV cache leaves, at most what ``max_num_seqs`` requests of ``max_model_len``
+            tokens need.
+        fixed_rows_per_request: rows on the device per running request under ``fixed``
+            beside its tail, rounded up to whole units of 64; less while its history is
+            shorter. Default: 2 x index_topk.
         base_rows_per_request: the same under ``adaptive``. Default: index_topk.
         staging_rows: rows of one layer that a step can read at once, at least index_topk;
             larger unions are served in passes. Default: 2 x max_num_seqs x index_topk.

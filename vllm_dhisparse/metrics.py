@@ -69,7 +69,7 @@ TRANSFER_BYTES = Metric(
 RESIDENCY_BYTES = Metric(
     "residency_bytes",
     "gauge",
-    "Device KV memory by use; the classes sum to the capacity.",
+    "Device KV memory by use, of one tensor-parallel rank; the classes sum to the capacity.",
     (("residency_class", RESIDENCY_CLASSES),),
 )
 

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_dhisparse.core.commands import UnitAdded, UnitLost, UnitMoved, UnitState
 from vllm_dhisparse.core.ledger import Ledger
@@ -13,25 +15,47 @@ def make_ledger(num_blocks=24, num_groups=2, base_units=1, residency="adaptive")
 
 def test_tail_unit_is_numbered_once_and_moved_in_place():
     _, ledger = make_ledger()
-    ledger.claim_share("a")
-    ledger.grow_tail("a", 0, 2)
+    ledger.claim_share("a", 0)
+    ledger.grow_tail("a", 0, 3)
     assert ledger.take_commands() == (
-        UnitAdded(0, UnitState.REQUIRED, (0, 1)),
+        UnitAdded(0, UnitState.TAIL, (0, 1)),
         UnitAdded(1, UnitState.TAIL, (2, 3)),
         UnitAdded(2, UnitState.TAIL, (4, 5)),
     )
-    assert [ledger.tail_block("a", 1, group) for group in range(2)] == [4, 5]
-    ledger.absorb_tail("a", 1)
-    assert ledger.take_commands() == (UnitMoved(1, UnitState.OPTIONAL),)
+    assert [ledger.tail_block("a", 2, group) for group in range(2)] == [4, 5]
+    ledger.absorb_tail("a", 2)
+    assert ledger.take_commands() == (
+        UnitMoved(0, UnitState.REQUIRED),
+        UnitMoved(1, UnitState.OPTIONAL),
+    )
     assert ledger.levels() == (20, 1, 1, 1)
     ledger.check_integrity()
 
 
+@given(st.integers(0, 3), st.integers(0, 5), st.lists(st.integers(0, 3), max_size=6))
+def test_a_share_grows_out_of_full_tails_and_never_needs_a_block(base_units, hit_units, growth):
+    """F26: tail and share are never more units than hold all rows of the request."""
+    _, ledger = make_ledger(num_blocks=60, base_units=base_units)
+    ledger.claim_share("a", hit_units)
+    end = hit_units
+    for number in growth:
+        ledger.grow_tail("a", end, number)
+        end += number
+        before = ledger.levels()
+        ledger.absorb_tail("a", end - 1)
+        levels = ledger.levels()
+        assert levels.required_units == min(base_units, max(end - 1, hit_units))
+        assert levels.tail_units + levels.required_units <= end
+        freed_units = levels.optional_units - before.optional_units
+        assert levels.free_blocks - before.free_blocks == 2 * freed_units >= 0
+        ledger.check_integrity()
+
+
 def test_fixed_residency_frees_full_tails_and_released_shares():
     source, ledger = make_ledger(residency="fixed")
-    ledger.claim_share("a")
-    ledger.grow_tail("a", 0, 2)
-    ledger.absorb_tail("a", 1)
+    ledger.claim_share("a", 1)
+    ledger.grow_tail("a", 1, 2)
+    ledger.absorb_tail("a", 2)
     assert source.queue[:2] == [2, 3], "the next allocation takes them"
     assert ledger.levels() == (20, 1, 1, 0)
     ledger.take_commands()
@@ -57,7 +81,7 @@ def test_losing_one_block_loses_the_unit_in_all_groups():
 def test_numbers_of_units_lost_by_an_allocation_are_used_by_it():
     _, ledger = make_ledger(num_blocks=4, base_units=0)
     ledger.adopt(2, head_reserve_blocks=0)
-    ledger.claim_share("a")
+    ledger.claim_share("a", 0)
     ledger.take_commands()
     ledger.grow_tail("a", 0, 2)
     lost_then_added = ledger.take_commands()
@@ -71,7 +95,7 @@ def test_a_share_pins_the_newest_optional_units_first():
     source, ledger = make_ledger(num_blocks=8, base_units=3)
     ledger.adopt(2, head_reserve_blocks=4)
     ledger.take_commands()
-    ledger.claim_share("a")
+    ledger.claim_share("a", 7)
     assert ledger.take_commands() == (
         UnitMoved(1, UnitState.REQUIRED),
         UnitMoved(0, UnitState.REQUIRED),
@@ -83,8 +107,8 @@ def test_a_share_pins_the_newest_optional_units_first():
 
 def test_a_released_share_stays_readable():
     source, ledger = make_ledger()
-    ledger.claim_share("a")
-    ledger.claim_share("b")
+    ledger.claim_share("a", 1)
+    ledger.claim_share("b", 1)
     ledger.take_commands()
     ledger.end_request("a")
     ledger.end_request("a")
@@ -96,12 +120,12 @@ def test_a_released_share_stays_readable():
 
 def test_base_units_change_for_all_running_requests_or_not_at_all():
     source, ledger = make_ledger(num_blocks=12)
-    ledger.claim_share("a")
-    ledger.claim_share("b")
-    with pytest.raises(ValueError, match="need 12 free blocks, 8 are free"):
-        ledger.set_base_units(4)
+    ledger.claim_share("a", 9)
+    ledger.claim_share("b", 2)
+    with pytest.raises(ValueError, match="need 10 free blocks, 8 are free"):
+        ledger.set_base_units(5)
     assert ledger.levels() == (8, 0, 2, 0)
-    ledger.set_base_units(3)
+    ledger.set_base_units(4)
     assert source.num_free == 0
     ledger.set_base_units(0)
     assert ledger.levels() == (12, 0, 0, 6)

@@ -17,7 +17,7 @@ REQUIRED_BLOCKS = GROUPS * (BASE_UNITS + TAIL_UNITS)
 
 
 class Engine:
-    """Requests of equal size on one ledger; ``step`` is one scheduler iteration."""
+    """Requests with equal prefix hits on one ledger; ``step`` is one scheduler iteration."""
 
     def __init__(self, num_blocks=200, max_running=100, **controller):
         self.source = FakeSource(num_blocks)
@@ -57,7 +57,7 @@ class Engine:
         end = self.running.pop(request_id)
         blocks = [
             self.ledger.tail_block(request_id, position, group)
-            for position in range(max(0, end - TAIL_UNITS), end)
+            for position in range(end - TAIL_UNITS, end)
             for group in range(GROUPS)
         ]
         self.ledger.end_request(request_id)
@@ -68,9 +68,9 @@ class Engine:
             if self.source.num_free < REQUIRED_BLOCKS:
                 break
             request_id = self.waiting.popleft()
-            self.ledger.claim_share(request_id)
-            self.ledger.grow_tail(request_id, 0, TAIL_UNITS)
-            self.running[request_id] = TAIL_UNITS
+            self.ledger.claim_share(request_id, BASE_UNITS)
+            self.ledger.grow_tail(request_id, BASE_UNITS, TAIL_UNITS)
+            self.running[request_id] = BASE_UNITS + TAIL_UNITS
 
     def lost_units(self):
         """Optional units that went since the last call."""

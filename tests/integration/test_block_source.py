@@ -41,6 +41,16 @@ def test_released_blocks_are_at_the_head_and_readable_ones_at_the_tail(source):
     assert next(source.walk_free()) == (3, False)
 
 
+@pytest.mark.parametrize("free", ["release", "release_readable"])
+def test_f34_a_block_that_is_freed_twice_is_an_error(source, free):
+    blocks = source.take(2)
+    getattr(source, free)(blocks)
+    with pytest.raises(AssertionError):
+        getattr(source, free)(blocks)
+    assert source.num_free == 8
+    assert blocks == [1, 2], "the caller's list is its own"
+
+
 def test_reuse_of_a_readable_block_is_told_once(source, reused):
     source.release_readable(source.take(2))
     source.take(7)

@@ -139,6 +139,35 @@ TestHierarchy.settings = settings(
 )
 
 
+@pytest.mark.parametrize("defers_frees", [False, True])
+def test_f32_a_flush_while_steps_are_in_flight(defers_frees):
+    """It is refused while a request runs, and while blocks wait for a step in flight.
+
+    Else it is in order: the commands of the flush follow those of the steps in flight, whose
+    copies end before a worker applies them.
+    """
+    world = World(Setup(lag=2, block_tokens=UNIT_ROWS, defers_frees=defers_frees))
+    for prefix in range(2):
+        world.add_request(prefix, 400, 60, 20)
+    for _ in range(6):
+        world.schedule()
+    assert len(world.in_flight) == 2
+    before = world.trace()
+    assert not world.kv.reset_prefix_cache()
+    assert world.trace() == before, "a refused flush leaves a trace"
+    while world.running:
+        world.preempt(world.running[-1])
+    assert bool(world.deferred) == defers_frees
+    assert world.kv.reset_prefix_cache() != defers_frees
+    world.reset_prefix_cache()
+    assert bool(world.in_flight) != defers_frees, "the flush need not wait for the worker"
+    for _ in range(12):
+        world.schedule()
+        world.check()
+    assert world.events["resumed"] == 2
+    world.close()
+
+
 @cache
 def run_seed(seed, implementation):
     """Drive a world for longer than hypothesis would; rare events come at their rates."""

@@ -119,13 +119,13 @@ def test_full_tails_are_absorbed_up_to_the_processed_length_only():
     kv, state = start()
     request = make_request("a", range(200))
     admit(kv, state, request, 96)
-    request.num_in_flight_tokens = 50  # 46 tokens are processed: two full blocks
+    request.num_in_flight_tokens = 18  # 78 tokens are processed: four full blocks
     kv.allocate_slots(request, 96)
-    assert state.ledger.levels().optional_units == 2
+    assert state.ledger.levels()[1:] == (8, 2, 2), "the first two are the share"
     for group in range(4):
         table = table_of(kv, "a", group)
-        assert table[:2] == [0, 0]
-        assert 0 not in table[2:]
+        assert table[:4] == [0] * 4
+        assert 0 not in table[4:]
         assert len(table) == 12
     state.check_integrity()
 
@@ -136,7 +136,7 @@ def test_fixed_residency_returns_full_tails_to_the_pool():
     admit(kv, state, request)
     free = kv.block_pool.get_num_free_blocks()
     kv.remove_skipped_blocks("a", 96)
-    assert kv.block_pool.get_num_free_blocks() == free + 6 * 4
+    assert kv.block_pool.get_num_free_blocks() == free + 4 * 4, "two are the share"
     assert state.ledger.levels()[1:] == (0, 2, 0)
     state.check_integrity()
 
@@ -211,7 +211,7 @@ def test_prefix_cache_reset_works_with_optional_units_but_not_with_a_running_req
     kv.remove_skipped_blocks("a", 96)
     assert not kv.reset_prefix_cache()
     kv.free(request)
-    assert state.ledger.levels().optional_units == 8
+    assert state.ledger.levels().optional_units == 6
     assert kv.reset_prefix_cache()
     assert state.ledger.levels() == (219, 0, 0, 0)
     assert state.pages.num_free == 40

@@ -41,7 +41,7 @@ def test_steps_are_numbered_also_when_nothing_happens():
     setup = Setup()
     state = make_state(make_kv_cache_manager(setup), setup)
     state.bind_scheduled(SimpleNamespace(num_scheduled_tokens={}))
-    assert [state.take_commands() for _ in range(2)] == [StepCommands(1), StepCommands(2)]
+    assert [state.take_commands() for _ in range(2)] == [StepCommands(0), StepCommands(1)]
 
 
 def test_two_requests_of_one_step_share_the_pages_of_their_hit():

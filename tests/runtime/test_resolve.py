@@ -225,6 +225,15 @@ def test_rows_of_a_prefill_are_no_victims_of_the_decode_beside_it(make_cache):
     assert all(slots[host_row(1, position)] >= 0 for position in range(8))
 
 
+def test_f34_counters_outlive_the_next_step(make_cache):
+    cache = make_cache()
+    first = cache.resolve([[0, 1, 2]])
+    kept = first.selected.clone(), first.fetched.clone()
+    cache.resolve([[3, 4, 5, 6]])
+    assert torch.equal(first.selected, kept[0])
+    assert torch.equal(first.fetched, kept[1])
+
+
 def test_staging_holds_at_least_one_query(make_cache):
     with pytest.raises(AssertionError, match="one query"):
         make_cache().resolve([[1, 2, 3]], staging=2)

@@ -70,7 +70,7 @@ Command: TypeAlias = PageBound | PageDropped | UnitAdded | UnitMoved | UnitLost 
 
 @dataclass(frozen=True, slots=True)
 class StepCommands:
-    """All commands of one scheduler step, in the order they happened."""
+    """All commands of one scheduler step, in the order they happened; steps count from 0."""
 
     step: int
     commands: tuple[Command, ...] = ()

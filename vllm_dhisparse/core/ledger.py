@@ -28,14 +28,18 @@ class Ledger:
     """Units of one engine by state.
 
     Tail units belong to a request and a position; their blocks are given back by
-    vLLM when the request ends. Required units are pinned, ``base_units`` for each
-    running request, and belong to nobody in particular. Optional units lie in the
+    vLLM when the request ends. Required units are pinned, for each running request as
+    many as its share, and belong to nobody in particular. Optional units lie in the
     free queue and are readable until the pool hands one of their blocks out.
+
+    The share of a request is the units of its history outside its tail, at most
+    ``base_units``. So a request never requires more units than would hold all its rows,
+    and its share grows out of its own full tails, without an allocation.
 
     Args:
         source: the pool.
         num_groups: latent KV groups, the blocks of one unit.
-        base_units: required units for each running request.
+        base_units: required units of a running request at most.
         residency: ``adaptive`` keeps full tails and released shares as optional
             units; ``fixed`` frees them, so that required units are all there is.
         log: where the commands go, in the order things happen.
@@ -63,6 +67,8 @@ class Ledger:
         self._free_numbers: list[int] = []
         # unit by position; positions are consecutive, and only the newest are here
         self._tails: dict[str, dict[int, int]] = {}
+        # units before the tail, by request
+        self._history: dict[str, int] = {}
         # insertion order is age, oldest first
         self._required: dict[int, None] = {}
         self._optional: dict[int, None] = {}
@@ -91,25 +97,31 @@ class Ledger:
         """Whether the request has claimed its base share."""
         return request_id in self._tails
 
-    def claim_share(self, request_id: str) -> None:
-        """Pin the base share of a request that starts to run.
+    def share_units(self, history_units: int) -> int:
+        """Return the required units of a request with so many units before its tail."""
+        return min(self.base_units, history_units)
+
+    def claim_share(self, request_id: str, history_units: int) -> None:
+        """Pin the share of a request that starts to run with a hit of ``history_units``.
 
         The newest optional units are pinned first, since their rows are the likeliest
         to be read again; the rest is allocated. Admission has made sure of the room.
         """
         assert request_id not in self._tails
         self._tails[request_id] = {}
+        self._history[request_id] = history_units
         self._missing.start(request_id)
-        self._require(self.base_units)
+        self._require(self.share_units(history_units))
 
     def set_base_units(self, base_units: int) -> None:
-        """Change the share of every running request at once.
+        """Change the largest share, of every running request at once.
 
         Raises:
             ValueError: the pool has too few free blocks; nothing is changed.
 
         """
-        missing = (base_units - self.base_units) * len(self._tails)
+        shares = sum(min(base_units, history) for history in self._history.values())
+        missing = shares - len(self._required)
         if missing * self.num_groups > self._source.num_free:
             raise ValueError(
                 f"{missing} more required units need {missing * self.num_groups} free blocks, "
@@ -124,7 +136,7 @@ class Ledger:
     def grow_tail(self, request_id: str, first_position: int, num_units: int) -> None:
         """Allocate the tail units at ``first_position`` and the positions after it."""
         tail = self._tails[request_id]
-        assert not tail or first_position - 1 in tail
+        assert first_position == self._history[request_id] + len(tail), "a tail with a gap"
         units = self._allocate(num_units, UnitState.TAIL)
         tail.update(zip(range(first_position, first_position + num_units), units, strict=True))
 
@@ -133,16 +145,21 @@ class Ledger:
         return self._blocks[self._tails[request_id][position]][group]
 
     def absorb_tail(self, request_id: str, end_position: int) -> None:
-        """Take the full tail units below ``end_position`` off the request, in place."""
-        tail = self._tails[request_id]
-        full = []
-        for position in tail:
-            if position >= end_position:
-                break
-            full.append(position)
-        for position in full:
-            self._span_of_unit[tail[position]] = Span(request_id, position)
-        self._retain([tail.pop(position) for position in full])
+        """Take the full tail units below ``end_position`` off the request, in place.
+
+        The first complete its share, the others are kept or freed as the residency says.
+        """
+        tail, history = self._tails[request_id], self._history[request_id]
+        positions = range(history, min(end_position, history + len(tail)))
+        full = [tail.pop(position) for position in positions]
+        for unit, position in zip(full, positions, strict=True):
+            self._span_of_unit[unit] = Span(request_id, position)
+        self._history[request_id] = history + len(full)
+        more = self.share_units(history + len(full)) - self.share_units(history)
+        for unit in full[:more]:
+            self._log.append(UnitMoved(unit, UnitState.REQUIRED))
+            self._required[unit] = None
+        self._retain(full[more:])
 
     def fill(self, unit: int, span: Span) -> None:
         """Note that an adopted unit gets the rows of a span."""
@@ -166,7 +183,7 @@ class Ledger:
         self._missing.end(request_id)
         for unit in tail.values():
             self._retire(unit)
-        self._release_required(self.base_units)
+        self._release_required(self.share_units(self._history.pop(request_id)))
 
     def adopt(
         self, num_units: int, head_reserve_blocks: int, take_cached: bool = False
@@ -260,7 +277,8 @@ class Ledger:
         blocks = [block for ids in by_state.values() for block in ids]
         assert len(blocks) == len(set(blocks)), "a block is in two units"
         assert len(blocks) == self.num_groups * len(self._blocks), "a unit has no state"
-        assert len(self._required) == self.base_units * len(self._tails)
+        assert self._history.keys() == self._tails.keys()
+        assert len(self._required) == sum(map(self.share_units, self._history.values()))
         assert self._keeps_units or not self._optional
         assert set(self._optional_of_block) == set(by_state[UnitState.OPTIONAL])
         assert set(self._span_of_unit) <= set(self._blocks)
@@ -272,8 +290,8 @@ class Ledger:
             for block in ids:
                 assert self._source.is_referenced(block) == is_pinned, (state, block)
                 assert not self._source.is_cached(block)
-        for tail in self._tails.values():
-            first = min(tail, default=0)
+        for request_id, tail in self._tails.items():
+            first = self._history[request_id]
             assert list(tail) == list(range(first, first + len(tail))), "a tail has a gap"
 
     def _require(self, num_units: int) -> None:

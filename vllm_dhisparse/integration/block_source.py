@@ -50,7 +50,10 @@ class PoolBlockSource:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference from each block."""
-        self._pool.free_blocks(self._blocks(blocks))
+        held = self._blocks(blocks)
+        # The pool would count below zero and hand the block out twice.
+        assert all(block.ref_cnt > 0 for block in held), "a block is freed twice"
+        self._pool.free_blocks(held)
 
     def release_readable(self, blocks: Sequence[int]) -> None:
         """Drop a reference from each block and report its reuse."""

@@ -17,7 +17,7 @@ class DHiSparseLatentSpec(AttentionSpec):
     """
 
     base_units_per_request: int
-    """Required units of a running request: blocks in each latent group."""
+    """Required units of a running request at most: blocks in each latent group."""
     head_size_v: int = 0
 
     @property
@@ -37,13 +37,17 @@ class DHiSparseLatentSpec(AttentionSpec):
         return min(cdiv(tokens, self.block_size) + 1, cdiv(max_model_len, self.block_size))
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes that one request of any length needs: its tail and its base share."""
+        """Bytes of one request of the maximum length: its tail and its share.
+
+        Never more than a block for each of its rows, which vLLM's own spec asks for.
+        """
         tail_blocks = self.max_tail_blocks(
             vllm_config.max_in_flight_tokens,
             vllm_config.num_lookahead_tokens,
             vllm_config.model_config.max_model_len,
         )
-        return (tail_blocks + self.base_units_per_request) * self.page_size_bytes
+        all_blocks = cdiv(vllm_config.model_config.max_model_len, self.block_size)
+        return min(tail_blocks + self.base_units_per_request, all_blocks) * self.page_size_bytes
 
 
 def is_indexer_spec(spec: KVCacheSpec) -> bool:

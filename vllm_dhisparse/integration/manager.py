@@ -55,7 +55,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
     ) -> int:
         """Return what the request requires of the pool in all latent groups.
 
-        The lead answers for all: tail and, on admission, base share. It asks for more
+        The lead answers for all: tail and, on admission, share of the hit. It asks for more
         blocks than there are when the host pages do not suffice, so that vLLM makes
         the request wait or preempts.
 
@@ -73,10 +73,11 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         if state.ledger.is_running(request_id):
             units -= len(self.req_to_blocks[request_id])
         else:
-            units -= total_computed_tokens // self.block_size
+            hit_units = total_computed_tokens // self.block_size
+            units -= hit_units - state.ledger.share_units(hit_units)
             if apply_admission_cap:
-                units = min(units, state.max_tail_blocks)
-            units += state.ledger.base_units
+                # Full tails become the share; beyond it they leave the request.
+                units = min(units, state.max_tail_blocks + state.ledger.base_units)
             state.consider(request_id, units * state.ledger.num_groups, page_blocks)
         return units * state.ledger.num_groups if units > 0 else 0
 
@@ -98,14 +99,14 @@ class DHiSparseManager(SingleTypeKVCacheManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Extend the table with tail blocks; the lead claims the base share first."""
+        """Extend the table with tail blocks; the lead claims the share of a hit first."""
         table = self.req_to_blocks[request_id]
         first = len(table)
         end = -(-num_tokens // self.block_size)
         if not self._group:
             state = self._bound_state()
             if not state.ledger.is_running(request_id):
-                state.ledger.claim_share(request_id)
+                state.ledger.claim_share(request_id, first)
             state.pages.promise(request_id, cdiv(num_tokens, state.page_tokens))
             if end > first:
                 state.ledger.grow_tail(request_id, first, end - first)

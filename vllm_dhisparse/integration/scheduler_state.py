@@ -86,7 +86,7 @@ class SchedulerState:
             max_in_flight_tokens, num_lookahead_tokens, kv_cache_manager.max_model_len
         )
         self._can_shorten_drafts = can_shorten_drafts
-        self._step = 0
+        self._num_steps = 0
         self._log: list[Command] = []
         self._source = PoolBlockSource(self._pool)
         self.missing = MissingSpans()
@@ -242,8 +242,9 @@ class SchedulerState:
 
     def take_commands(self) -> StepCommands:
         """Return the step's commands; last in ``build_connector_meta``, also for empty steps."""
-        self._step += 1
-        return StepCommands(self._step, self.ledger.take_commands())
+        commands = StepCommands(self._num_steps, self.ledger.take_commands())
+        self._num_steps += 1
+        return commands
 
     def check_integrity(self, deferred_blocks: Iterable[int] = ()) -> None:
         """Assert that every block has one use; for tests, its cost grows with the pool.

@@ -54,9 +54,7 @@ def apply_commands(
 
 def begin_step(commands: StepCommands, tables: Tables) -> None:
     """Assert that the commands are those of the next step, and note that they are applied."""
-    assert tables.step in (-1, commands.step - 1), (
-        f"step {commands.step} applied after step {tables.step}"
-    )
+    assert tables.step == commands.step - 1, f"step {commands.step} applied after {tables.step}"
     tables.step = commands.step
 
 
