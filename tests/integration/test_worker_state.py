@@ -24,6 +24,15 @@ def latent_layer(number):
     return SimpleNamespace(impl=impl, kv_cache=torch.empty(0))
 
 
+def test_f09_a_step_of_padding_alone_touches_nothing():
+    impl = object.__new__(DHiSparseImpl)
+    impl.path = None
+    cache = torch.zeros(2, 64, 6)
+    rows, no_slots = torch.ones(3, 4), torch.full((3,), -1)
+    impl.do_kv_cache_update(rows, torch.ones(3, 1, 2), cache, no_slots, "auto", torch.ones(1))
+    assert not cache.any()
+
+
 def test_layers_are_placed_by_their_number_also_beyond_the_tenth():
     """Twelve layers in three latent groups, round robin, as vLLM spreads them."""
     context = {name: latent_layer(number) for number, name in enumerate(NAMES)}

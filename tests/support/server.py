@@ -46,11 +46,13 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as reply:
             return json.load(reply)
 
-    def metrics(self) -> dict[str, float]:
-        """Sums over engines by ``name{values in the order of label names}``."""
+    def metrics(self, engine: str | None = None) -> dict[str, float]:
+        """Sums over engines, or of one, by ``name{values in the order of label names}``."""
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
+                if engine not in (None, sample.labels.get("engine")):
+                    continue
                 labels = {
                     k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")
                 }
@@ -60,13 +62,20 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, *options: str) -> Iterator[Server]:
-    """A server of ``model``; its log and nothing else goes to ``folder``."""
+def serving(model: Path, folder: Path, *options: str, **variables: str) -> Iterator[Server]:
+    """A server of ``model``; its log and nothing else goes to ``folder``.
+
+    Args:
+        model: folder.
+        folder: for the log.
+        options: of vLLM.
+        variables: of the environment.
+    """
     port, log = choose_port(), folder / "server.log"
     command = ["vllm", "serve", str(model), "--served-model-name", "tiny", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--attention-backend", "DHISPARSE", "--dtype", "float32"]
     command += ["--max-model-len", "4096", "--max-num-seqs", "16", *options]
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"} | variables
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -158,8 +158,10 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         if kv_cache.numel() == 0:
             return
         slots = slot_mapping.flatten()
-        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1)[: len(slots)].to(kv_cache.dtype)
         real = slots >= 0
+        if not real.any():
+            return  # a data-parallel rank without requests takes part in the others' steps
+        rows = torch.cat([kv_c_normed, k_pe.flatten(1)], dim=-1)[: len(slots)].to(kv_cache.dtype)
         block_size = kv_cache.shape[1]
         kv_cache[slots[real] // block_size, slots[real] % block_size] = rows[real]
         self._placed().publish(rows, slots)

@@ -89,6 +89,11 @@ class DHiSparseCpuPlatform(_StockPlatform):
             cls._choose_residency(vllm_config)
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Return vLLM's communicator with what data parallelism needs besides."""
+        return "vllm_dhisparse.integration.cpu_communicator.UnequalCpuCommunicator"
+
+    @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Replace vLLM's Triton kernels by C++ ones, also where numba is loaded already.
 
