@@ -1,12 +1,17 @@
 import generate
 import pytest
 
-from vllm_dhisparse.metrics import FETCHED_ROWS, METRICS, SELECTED_ROWS
+from vllm_dhisparse.core.clock import MAX_AGE
+from vllm_dhisparse.metrics import FETCHED_ROWS, METRICS, SAMPLED_HITS, SELECTED_ROWS
 
 
 def test_every_series_has_its_own_key():
     keys = [metric.key(*values) for metric in METRICS for values in metric.series()]
     assert len(keys) == len(set(keys))
+
+
+def test_ages_are_those_of_the_clock():
+    assert SAMPLED_HITS.series() == [(str(age),) for age in range(MAX_AGE + 1)]
 
 
 def test_series_are_all_combinations_of_labels():

@@ -35,6 +35,8 @@ class DHiSparseConfig:
         adopt_units_per_step, restore_rows_per_step: of ``adaptive``, see
             `core.controller.ResidencyController`. Default of ``head_reserve_blocks``: what
             one scheduler step can take.
+        stats_interval_steps: steps between two looks at the ages of hit rows and at what
+            each request reads, for the metrics.
         huge_pages: whether the host pool asks for 2 MiB pages.
         numa_nodes: memory node of the host pool of each tensor-parallel rank. Default: as
             the operating system chooses.
@@ -55,6 +57,7 @@ class DHiSparseConfig:
     high_watermark_ratio: float = 0.03
     adopt_units_per_step: int = 32
     restore_rows_per_step: int = 2048
+    stats_interval_steps: int = 32
     huge_pages: bool = True
     numa_nodes: Sequence[int] | None = None
 
@@ -69,6 +72,7 @@ class DHiSparseConfig:
         _require_whole("base_rows_per_request", self.base_rows_per_request, least=0)
         _require_whole("staging_rows", self.staging_rows, least=1)
         _require_whole("head_reserve_blocks", self.head_reserve_blocks, least=0)
+        _require_whole("stats_interval_steps", self.stats_interval_steps, least=1, or_none=False)
         try:
             self.controller(head_reserve_blocks=0)
         except ValueError as error:
@@ -116,9 +120,9 @@ def _require_positive(name: str, value: Any) -> None:
         raise ValueError(f"dhisparse.{name} must be a number above 0; got {value!r}")
 
 
-def _require_whole(name: str, value: Any, least: int) -> None:
+def _require_whole(name: str, value: Any, least: int, or_none: bool = True) -> None:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (is_whole and value >= least):
+    if not ((is_whole and value >= least) or (value is None and or_none)):
         raise ValueError(
             f"dhisparse.{name} must be a whole number of at least {least}; got {value!r}"
         )

@@ -12,6 +12,7 @@ from vllm_dhisparse.config import RESIDENCIES
 PREFIX = "vllm:dhisparse_"
 TIERS = ("tail", "required", "optional", "host")
 PHASES = ("prefill", "decode", "verify")
+AGES = ("0", "1", "2", "3")
 RESIDENCY_CLASSES = ("tail", "required", "optional", "indexer", "draft_ring", "free")
 
 
@@ -95,6 +96,26 @@ EXTRA_PASSES = Metric(
     "Passes beyond a step's first, because the rows of the step were more than staging holds; "
     "once per index group.",
 )
+UNION_ROWS = Metric(
+    "request_union_rows",
+    "histogram",
+    "Distinct rows that a request reads in a step, prefill apart; of one index group at a time, "
+    "every `stats_interval_steps`.",
+    buckets=tuple(2.0**power for power in range(6, 16)),
+)
+SAMPLED_HITS = Metric(
+    "sampled_hits",
+    "counter",
+    "Rows found in the row cache, by their age before: 3 = used since the hand of the CLOCK last "
+    "passed, 0 = about to go or new; of one index group at a time, every `stats_interval_steps`.",
+    (("age", AGES),),
+)
+WORKING_SET_ROWS = Metric(
+    "working_set_rows",
+    "gauge",
+    "Cached rows that get all but a hundredth of the hits, and those just fetched; of one index "
+    "group, when last sampled.",
+)
 
 CONTROLLER_STATES = ("grow", "hold", "shrink", "reclaim")
 KV_PRESSURE = Metric(
@@ -113,6 +134,13 @@ CONTROLLER_DECISIONS = Metric(
     "counter",
     "Steps by what the residency controller did in them.",
     (("action", CONTROLLER_STATES),),
+)
+CONTROLLER_TARGETS = Metric(
+    "controller_target_units",
+    "gauge",
+    "Units that the residency controller wants taken out of spare memory in this step, and how "
+    "many of them filled at once.",
+    (("action", ("adopt", "restore")),),
 )
 DRAFT_LIMIT = Metric(
     "draft_tokens_limit",
@@ -149,9 +177,13 @@ METRICS = (
     HOST_POOL_BYTES,
     HOST_POOL_WAITS,
     EXTRA_PASSES,
+    UNION_ROWS,
+    SAMPLED_HITS,
+    WORKING_SET_ROWS,
     KV_PRESSURE,
     CONTROLLER_STATE,
     CONTROLLER_DECISIONS,
+    CONTROLLER_TARGETS,
     DRAFT_LIMIT,
     ADOPTED_UNITS,
     RECLAIMED_BYTES,

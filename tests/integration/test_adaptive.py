@@ -9,6 +9,7 @@ from checked import checked
 from engine import counters, prompts, running, scheduler
 from vllm import SamplingParams
 
+from vllm_dhisparse.core.controller import Targets
 from vllm_dhisparse.integration.scheduler_state import Adaptation, SchedulerState
 
 from . import test_exactness as exactness
@@ -169,7 +170,7 @@ class RandomCapacity:
         self.rng = random.Random(seed)
         self.num_zero = self.num_adopted = self.num_restored = 0
 
-    def adapt(self, state, controller, scheduler_output, fetched_rows):
+    def adapt(self, state, controller, scheduler_output, fetched_rows, working_set_rows):
         ledger, rng = state.ledger, self.rng
         state._considered.clear()
         match rng.randrange(6):
@@ -190,7 +191,7 @@ class RandomCapacity:
         self.num_zero += not levels.optional_units + levels.required_units
         state.check_integrity()
         drafts = scheduler_output.num_spec_tokens_to_schedule
-        return Adaptation("hold", 0.0, 0, 0, ledger.take_reclaimed(), 0, drafts)
+        return Adaptation(Targets(0, 0, "hold"), 0.0, 0, 0, ledger.take_reclaimed(), 0, drafts)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ def test_rows_bytes_and_pages_of_one_request(tiny_dsa):
     settings = {
         "residency": "fixed",
         "fixed_rows_per_request": 2 * 64,
+        "stats_interval_steps": 2,
         "host_pool_gib": 10 * 128 * ROW * LAYERS / 2**30,
     }
     with running(model, settings, num_gpu_blocks_override=101, max_model_len=512) as llm:
@@ -40,6 +41,14 @@ def test_rows_bytes_and_pages_of_one_request(tiny_dsa):
         per_group = LAYERS // LEADERS
         assert found["transfer_bytes{host_to_device}"] == fetched * per_group * ROW
         assert found["transfer_bytes{device_to_host}"] == (200 + 4) * LAYERS * ROW
+
+        # Steps 2 and 4 of five are looked at; a query reads TOP_K rows, and has found those that
+        # were not fetched in the cache or in the tail.
+        histogram = next(m for m in llm.get_metrics() if m.name.endswith("request_union_rows"))
+        assert (histogram.count, histogram.sum) == (2, 2 * TOP_K)
+        hits = sum(found.get(f"sampled_hits{{{age}}}", 0) for age in range(4))
+        assert 0 < hits <= 2 * TOP_K
+        assert TOP_K / 2 < found["working_set_rows{}"] <= 2 * 64 + TOP_K
 
         # 204 tokens: the last 12 in the tail, keys in two blocks of 128.
         assert found["residency_bytes{tail}"] == UNIT

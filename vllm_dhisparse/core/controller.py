@@ -37,6 +37,8 @@ class Pressure(NamedTuple):
     ``restorable_units``: 64-row spans of running requests' history that are on no unit.
     ``unadopted_units``: units of the last target that the pool could not give, because
     only cached prefixes were left near the head of its queue.
+    ``working_set_rows``: see ``core.working_set``; seen beside the rest and used by no rule,
+    since growth by misses ends by itself where nothing more is used.
     """
 
     total_blocks: int
@@ -51,6 +53,7 @@ class Pressure(NamedTuple):
     fetched_rows: int
     restorable_units: int
     unadopted_units: int = 0
+    working_set_rows: int = 0
 
 
 class Targets(NamedTuple):

@@ -13,6 +13,7 @@ from vllm_dhisparse.metrics import (
     CONTROLLER_DECISIONS,
     CONTROLLER_STATE,
     CONTROLLER_STATES,
+    CONTROLLER_TARGETS,
     DRAFT_LIMIT,
     KV_PRESSURE,
     RECLAIMED_BYTES,
@@ -52,7 +53,8 @@ def shortens_drafts(vllm_config: "VllmConfig") -> bool:
 def adaptation_stats(done: Adaptation, unit_bytes: int) -> DHiSparseStats:
     """Return one step of the controller as counters and gauges."""
     stats = DHiSparseStats()
-    stats.add(CONTROLLER_DECISIONS.key(done.state), 1)
+    state, targets = done.targets.state, done.targets
+    stats.add(CONTROLLER_DECISIONS.key(state), 1)
     stats.add(ADOPTED_UNITS.key("empty"), done.adopted_units)
     stats.add(ADOPTED_UNITS.key("restored"), done.restored_units)
     stats.add(RECLAIMED_BYTES.key("pressure"), done.reclaimed_units * unit_bytes)
@@ -60,6 +62,8 @@ def adaptation_stats(done: Adaptation, unit_bytes: int) -> DHiSparseStats:
     gauges = stats.data["gauges"]
     gauges[KV_PRESSURE.key()] = done.pressure_ratio
     gauges[DRAFT_LIMIT.key()] = float(done.draft_tokens)
-    for state in CONTROLLER_STATES:
-        gauges[CONTROLLER_STATE.key(state)] = float(state == done.state)
+    gauges[CONTROLLER_TARGETS.key("adopt")] = float(targets.adopt_units)
+    gauges[CONTROLLER_TARGETS.key("restore")] = float(targets.restore_units)
+    for other in CONTROLLER_STATES:
+        gauges[CONTROLLER_STATE.key(other)] = float(other == state)
     return stats

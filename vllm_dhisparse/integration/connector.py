@@ -23,6 +23,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dhisparse.core.commands import StepCommands
 from vllm_dhisparse.core.controller import ResidencyController
+from vllm_dhisparse.core.working_set import Usage, working_set_rows
 from vllm_dhisparse.integration.adaptation import (
     adaptation_stats,
     controller_for,
@@ -42,6 +43,7 @@ from vllm_dhisparse.metrics import (
     HOST_POOL_PAGES,
     HOST_POOL_WAITS,
     RESIDENCY_BYTES,
+    WORKING_SET_ROWS,
 )
 from vllm_dhisparse.runtime.ops import data_plane
 
@@ -65,9 +67,14 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Rows fetched for decode and verify in a step, by the index group that fetched most."""
+    """What a worker tells the controller of a step.
+
+    ``fetched_rows``: for decode and verify, by the index group that fetched most; ``usage``:
+    of one index group, in a step that is sampled.
+    """
 
     fetched_rows: int
+    usage: Usage | None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Tensor-parallel ranks fetch the same rows; any one's report is all of them."""
@@ -89,6 +96,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_registered = False
         self._controller: ResidencyController | None = None
         self._fetched_rows = 0
+        self._working_set_rows = 0
         self._adaptations = DHiSparseStats()
 
     @property
@@ -158,7 +166,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerReport:
         """Return what the scheduler's controller needs to know of this step."""
-        return WorkerReport(self._counters.take_fetched())
+        return WorkerReport(self._counters.take_fetched(), self._counters.take_usage())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to load."""
@@ -206,6 +214,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._fetched_rows = report.fetched_rows
+            if report.usage is not None:
+                self._working_set_rows = working_set_rows(report.usage)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -230,7 +240,9 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         state.bind_scheduled(scheduler_output)
         if self._controller is not None:
             fetched_rows, self._fetched_rows = self._fetched_rows, 0  # a report counts once
-            done = state.adapt(self._controller, scheduler_output, fetched_rows)
+            done = state.adapt(
+                self._controller, scheduler_output, fetched_rows, self._working_set_rows
+            )
             scheduler_output.num_spec_tokens_to_schedule = done.draft_tokens
             unit_bytes = self._block_bytes * state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
@@ -270,6 +282,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             ranks = self._vllm_config.parallel_config.tensor_parallel_size
             pool_bytes = state.pages.num_pages * self._sizes.page_bytes * ranks
             gauges[HOST_POOL_BYTES.key()] = float(pool_bytes)
+            gauges[WORKING_SET_ROWS.key()] = float(self._working_set_rows)
         return gauges
 
     @classmethod

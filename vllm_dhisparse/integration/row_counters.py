@@ -2,9 +2,17 @@
 
 import torch
 
+from vllm_dhisparse.core.working_set import Usage
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata
 from vllm_dhisparse.integration.stats import DHiSparseStats
-from vllm_dhisparse.metrics import EXTRA_PASSES, FETCHED_ROWS, SELECTED_ROWS, TRANSFER_BYTES
+from vllm_dhisparse.metrics import (
+    EXTRA_PASSES,
+    FETCHED_ROWS,
+    SAMPLED_HITS,
+    SELECTED_ROWS,
+    TRANSFER_BYTES,
+    UNION_ROWS,
+)
 from vllm_dhisparse.runtime.plan import Phase, Resolution, Tier
 
 
@@ -21,6 +29,7 @@ class RowCounters:
         self._counts_rows = counts_rows
         self._stats = DHiSparseStats()
         self._fetched = 0
+        self._usage: Usage | None = None
 
     def take_stats(self) -> DHiSparseStats | None:
         """Return the counters for /metrics, and start again."""
@@ -36,6 +45,20 @@ class RowCounters:
         """
         fetched, self._fetched = self._fetched, 0
         return fetched
+
+    def take_usage(self) -> Usage | None:
+        """Return what a sampled step used, once."""
+        usage, self._usage = self._usage, None
+        return usage
+
+    def add_usage(self, usage: Usage) -> None:
+        """Note what one index group used in a step that is sampled."""
+        self._usage = usage
+        if self._counts_rows:
+            for age, rows in enumerate(usage.hit_ages):
+                self._stats.add(SAMPLED_HITS.key(str(age)), rows)
+            for rows in usage.union_rows:
+                self._stats.observe(UNION_ROWS.key(), rows)
 
     def add_resident(self, selected: torch.Tensor, metadata: DHiSparseMetadata) -> None:
         """Count one index group's selection where all rows are in vLLM's own blocks.

@@ -11,7 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_dhisparse.core.commands import Command, SpanRestored, StepCommands, UnitState
-from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
+from vllm_dhisparse.core.controller import History, Pressure, ResidencyController, Targets
 from vllm_dhisparse.core.drafts import draft_limit
 from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
@@ -24,12 +24,12 @@ from vllm_dhisparse.integration.manager import DHiSparseManager
 class Adaptation(NamedTuple):
     """What one step did with spare memory, for the metrics.
 
-    ``state``: of the controller; ``pressure_ratio``: 0 to 1; units adopted empty, adopted
+    ``targets``: of the controller; ``pressure_ratio``: 0 to 1; units adopted empty, adopted
     and restored, taken back by the pool, given up for the reserve; ``draft_tokens`` that each
     request may have in the next step.
     """
 
-    state: str
+    targets: Targets
     pressure_ratio: float
     adopted_units: int
     restored_units: int
@@ -166,6 +166,7 @@ class SchedulerState:
         controller: ResidencyController,
         scheduler_output: SchedulerOutput,
         fetched_rows: int,
+        working_set_rows: int,
     ) -> Adaptation:
         """Let the controller use spare memory; after ``bind_scheduled``.
 
@@ -173,6 +174,7 @@ class SchedulerState:
             controller: decides; its memory of past decisions is kept here.
             scheduler_output: the step.
             fetched_rows: that the workers last reported, see `Pressure`.
+            working_set_rows: the same, see `core.working_set`.
 
         """
         ledger = self.ledger
@@ -191,6 +193,7 @@ class SchedulerState:
             fetched_rows=fetched_rows,
             restorable_units=len(self.missing),
             unadopted_units=self._unadopted_units,
+            working_set_rows=working_set_rows,
         )
         targets, self._decisions = controller.reconcile(seen, self._decisions)
         units: list[int] = []
@@ -202,7 +205,7 @@ class SchedulerState:
         given_up = ledger.refill_reserve(controller.head_reserve_blocks)
         used = seen.total_blocks - seen.free_blocks + seen.waiting_blocks
         return Adaptation(
-            targets.state,
+            targets,
             min(used / seen.total_blocks, 1.0),
             len(units) - restored,
             restored,

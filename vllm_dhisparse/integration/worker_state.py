@@ -15,6 +15,7 @@ from vllm_dhisparse.runtime.ops import DataPlane
 from vllm_dhisparse.runtime.plan import Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import Tables, TableSizes
+from vllm_dhisparse.runtime.usage import UsageProbe
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -111,10 +112,14 @@ class WorkerState:
         self.resolution: Resolution | None = None
         """Of the leader that ran last; its followers reuse it."""
         self._step_inputs: StepInputs | None = None
+        self._sampled_group = -1
+        """Index group whose use is looked at in this step, each in turn; -1 = none."""
 
     def apply(self, commands: StepCommands) -> None:
         """Apply a step's commands; before its forward pass, exactly once and in order."""
         self._step_inputs = None
+        turn, rest = divmod(commands.step + 1, self.sizes.config.stats_interval_steps)
+        self._sampled_group = -1 if rest else turn % self.tables.sizes.index_groups
         spans = self.ops.apply(commands, self.tables)
         if not len(spans.units):
             return
@@ -138,6 +143,8 @@ class WorkerState:
     def resolve(self, selected: torch.Tensor, index_group: int) -> None:
         """Plan a leader's selection, for itself and its followers."""
         inputs = self.step_inputs()
+        is_sampled = index_group == self._sampled_group
+        probe = UsageProbe(self.tables, index_group) if is_sampled else None
         self.resolution = self.ops.resolve(
             selected,
             inputs.queries,
@@ -146,6 +153,8 @@ class WorkerState:
             self.sizes.staging_rows,
             self.scratch,
         )
+        if probe is not None:
+            self._counters.add_usage(probe.take(selected, inputs.queries, self.resolution))
         num_layers = sum(place.index_group == index_group for place in self.places)
         layer_bytes = num_layers * self.sizes.row_bytes
         self._counters.add_resolution(self.resolution, inputs.metadata, layer_bytes)
