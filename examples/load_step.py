@@ -146,7 +146,7 @@ class Client:
         return hashlib.sha256(json.dumps(compared).encode()).hexdigest()
 
 
-async def drive(port: int) -> Result:
+async def drive(port: int, settle_tokens: int = SETTLE_TOKENS) -> Result:
     """Run the three phases against one server; the long requests are aborted at the end."""
     url = f"http://127.0.0.1:{port}/v1"
     # No time is too long on a busy machine; a server that dies ends its connections.
@@ -163,7 +163,7 @@ async def drive(port: int) -> Result:
         numbers = range(LONG_REQUESTS, LONG_REQUESTS + EXTRA_REQUESTS)
         await asyncio.gather(*(client.request(n, EXTRA_TOKENS) for n in numbers))
         high = meter.take_phase()
-        settled = client.long_tokens() + SETTLE_TOKENS
+        settled = client.long_tokens() + settle_tokens
         await client.until(settled)
         meter.start()
         await client.until(settled + LOW_AGAIN_TOKENS)
@@ -174,14 +174,14 @@ async def drive(port: int) -> Result:
 
 
 @contextmanager
-def serving(model: Path, residency: str, log: Path) -> Iterator[int]:
+def serving(model: Path, residency: str, log: Path, *more_options: str) -> Iterator[int]:
     """Run a server and yield its port; whatever happens, no process of it stays.
 
     A failure inside ends the program with the end of the server's log.
     """
     port = choose_port()
     config = json.dumps({"dhisparse": {"residency": residency}})
-    options = [*SERVER_OPTIONS, "--port", str(port), "--additional-config", config]
+    options = [*SERVER_OPTIONS, "--port", str(port), "--additional-config", config, *more_options]
     environment = {"HF_HUB_OFFLINE": "1", "PROMETHEUS_DISABLE_CREATED_SERIES": "true"}
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -6,19 +6,30 @@ With --check nothing is written; the exit status is 1 where a file is not up to 
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import controller
 import metrics_table
+import overview
+import retrieval
+import speculation
+from panels import document
 
 ROOT = Path(__file__).parents[1]
+DASHBOARDS = tuple(each.DASHBOARD for each in (overview, controller, retrieval, speculation))
 
 
 def wanted(root: Path = ROOT) -> dict[Path, str]:
     """Return every generated file with its text."""
     readme = root / "README.md"
-    return {readme: metrics_table.replaced(readme.read_text())}
+    files = {readme: metrics_table.replaced(readme.read_text())}
+    for each in DASHBOARDS:
+        path = root / "grafana" / "dashboards" / f"{each.uid.removeprefix('vllm-')}.json"
+        files[path] = json.dumps(document(each), indent=2) + "\n"
+    return files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

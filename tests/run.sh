@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 source examples/install_cpu.sh
 echo "[1/3] environment ($VENV)"
 install_cpu
+bash grafana/get_prometheus.sh || echo "no Prometheus: the tests that need it are skipped"
 echo "[2/3] lint and types"
 ruff check .
 ruff format --check .
