@@ -8,9 +8,12 @@ from vllm_dhisparse.metrics import (
     ADOPTED_UNITS,
     CONTROLLER_DECISIONS,
     CONTROLLER_STATE,
+    CONTROLLER_TARGETS,
     DRAFT_LIMIT,
     RECLAIMED_BYTES,
     RESIDENCY_BYTES,
+    RESIDENCY_ROWS,
+    WORKING_SET_ROWS,
 )
 
 INPUTS = Row(
@@ -44,6 +47,28 @@ DECISIONS = Row(
             "short",
             "Engines in each state.",
             is_stacked=True,
+        ),
+    ),
+)
+TARGETS = Row(
+    "Growth",
+    (
+        Panel(
+            "Targets",
+            (Target(level(CONTROLLER_TARGETS, "action"), "{{action}}"),),
+            "suffix: units",
+            "Units that the controller wants out of spare memory in this step, and how many of "
+            "them filled at once. The pool may have fewer that cost no cached prefix.",
+        ),
+        Panel(
+            "Working set and row cache by engine",
+            (
+                Target(level(WORKING_SET_ROWS, "engine"), "working set, engine {{engine}}"),
+                Target(level(RESIDENCY_ROWS, "engine"), "row cache, engine {{engine}}"),
+            ),
+            "suffix: rows",
+            "Cached rows that get all but a hundredth of the hits, and rows that there is room "
+            "for, in one index group.",
         ),
     ),
 )
@@ -127,5 +152,5 @@ DASHBOARD = Dashboard(
             "Draft tokens per request; lowered before a request is refused.",
         ),
     ),
-    (INPUTS, DECISIONS, MOVES, CONSEQUENCES),
+    (INPUTS, DECISIONS, TARGETS, MOVES, CONSEQUENCES),
 )

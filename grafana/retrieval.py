@@ -3,15 +3,17 @@
 import figures
 from figures import ROWS_PER_SECOND
 from panels import Dashboard, Panel, Row, Target
-from queries import GENERATING, level, rate, ratio
+from queries import GENERATING, level, mean, quantile, rate, ratio
 
 from vllm_dhisparse.metrics import (
     EXTRA_PASSES,
     FETCHED_ROWS,
     HOST_POOL_PAGES,
     HOST_POOL_WAITS,
+    SAMPLED_HITS,
     SELECTED_ROWS,
     TRANSFER_BYTES,
+    UNION_ROWS,
 )
 
 FOUND_ON_DEVICE = rate(SELECTED_ROWS, phase=GENERATING, tier=("tail", "required", "optional"))
@@ -60,6 +62,28 @@ FETCHES = Row(
             "suffix: x",
             "Selections that were not on the device / rows fetched for them: queries and requests "
             "of a step share what they miss.",
+        ),
+    ),
+)
+LOCALITY = Row(
+    "Locality, sampled",
+    (
+        Panel(
+            "Rows that a request reads in a step",
+            (
+                *(Target(quantile(q, UNION_ROWS), f"p{round(100 * q)}") for q in (0.5, 0.95)),
+                Target(mean(UNION_ROWS), "mean"),
+            ),
+            "suffix: rows",
+            "Distinct rows of one index group; the queries of a step share them.",
+        ),
+        Panel(
+            "Hits by age",
+            (Target(rate(SAMPLED_HITS, "age"), "age {{age}}"),),
+            "suffix: hits/s",
+            "3 = used since the hand of the CLOCK last passed, 0 = about to go or new. Many young "
+            "hits mean that a smaller row cache would do.",
+            is_stacked=True,
         ),
     ),
 )
@@ -130,5 +154,5 @@ DASHBOARD = Dashboard(
             "Passes because the rows of a step were more than staging holds; raise staging_rows.",
         ),
     ),
-    (TIERS, FETCHES, LINK, POOL),
+    (TIERS, FETCHES, LOCALITY, LINK, POOL),
 )

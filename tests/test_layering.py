@@ -13,6 +13,8 @@ ABSENT = {
     "simulator": ["torch", "vllm", "triton", "cupy", "vllm_dhisparse.runtime"],
     "config": ["torch", "vllm", "numpy"],
     "metrics": ["torch", "vllm", "numpy"],
+    "doctor": ["torch", "vllm", "numpy", "numba", "triton", "cupy"],
+    "cli": ["torch", "vllm", "numba", "triton", "cupy"],
 }
 
 

@@ -1,7 +1,8 @@
 """The command ``vllm-dhisparse``, also ``python -m vllm_dhisparse``.
 
 A command is a module with ``add_parser(subparsers)``, which adds one parser with the
-default ``run``: a function of the options that returns the exit status.
+default ``run``: a function of the options that returns the exit status. Importing it takes
+no torch, numba or vLLM, since ``doctor`` must run where they are broken.
 """
 
 import argparse

@@ -73,6 +73,12 @@ RESIDENCY_BYTES = Metric(
     "Device KV memory by use, of one tensor-parallel rank; the classes sum to the capacity.",
     (("residency_class", RESIDENCY_CLASSES),),
 )
+RESIDENCY_ROWS = Metric(
+    "residency_rows",
+    "gauge",
+    "Rows that the row cache has room for, in each index group.",
+    (("residency_class", ("required", "optional")),),
+)
 
 HOST_POOL_PAGES = Metric(
     "host_pool_pages",
@@ -164,7 +170,13 @@ MODE_INFO = Metric(
     "mode_info",
     "gauge",
     "How this engine runs; always 1.",
-    (("residency", RESIDENCIES), ("version", ()), ("index_topk", ())),
+    (
+        ("residency", RESIDENCIES),
+        ("version", ()),
+        ("vllm_version", ()),
+        ("speculation", ()),
+        ("index_topk", ()),
+    ),
 )
 """Labels without values here have one that is known at start-up."""
 
@@ -173,6 +185,7 @@ METRICS = (
     FETCHED_ROWS,
     TRANSFER_BYTES,
     RESIDENCY_BYTES,
+    RESIDENCY_ROWS,
     HOST_POOL_PAGES,
     HOST_POOL_BYTES,
     HOST_POOL_WAITS,

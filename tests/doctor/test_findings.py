@@ -64,6 +64,13 @@ def test_huge_pages(tmp_path, text, status):
     assert memory.check_huge_pages(setting).status == status
 
 
+def test_pinning_under_windows():
+    assert memory.check_windows("6.1.0-21-amd64").status == "ok"
+    assert memory.check_windows("5.15.90.1-microsoft-standard-WSL2").status == "warning"
+    names = [finding.check for finding in memory.check_memory(None, is_cuda=True)]
+    assert names[-1] == "Windows subsystem"
+
+
 @pytest.mark.parametrize(
     ("here", "spawned", "message"),
     [

@@ -1,8 +1,11 @@
 """Every query of every panel, on a real Prometheus that scraped a real server under load."""
 
 import json
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from engine import prompts
@@ -24,6 +27,7 @@ from vllm_dhisparse.metrics import (
     SELECTED_ROWS,
 )
 
+BENCH = Path(__file__).parents[2] / "examples" / "bench" / "bench.py"
 PROMETHEUS = find("prometheus")
 pytestmark = pytest.mark.skipif(
     PROMETHEUS is None, reason="no Prometheus here: bash grafana/get_prometheus.sh"
@@ -53,7 +57,7 @@ def load(server):
 
 @pytest.fixture(scope="module")
 def seen(tiny_dsa, tmp_path_factory):
-    """Address of the Prometheus, window of the load, and the server's last /metrics."""
+    """Address of the Prometheus, window of the load, and the server."""
     folder = tmp_path_factory.mktemp("prometheus")
     model = tiny_dsa(layers=6, leaders=2)
     with (
@@ -63,7 +67,7 @@ def seen(tiny_dsa, tmp_path_factory):
         time.sleep(3)
         start = time.time() - 2
         load(server)
-        yield address, Window(start, time.time()), server.get("/metrics")
+        yield address, Window(start, time.time()), server
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda each: each.uid)
@@ -107,7 +111,7 @@ def test_the_load_is_in_the_figures(seen):
 def test_the_server_shows_what_the_code_defines_and_nothing_else(seen):
     found = {
         sample.name
-        for family in text_string_to_metric_families(seen[2])
+        for family in text_string_to_metric_families(seen[2].get("/metrics"))
         for sample in family.samples
         if sample.name.startswith("vllm:dhisparse_") and not sample.name.endswith("_created")
     }
@@ -126,3 +130,22 @@ def test_an_empty_or_broken_panel_is_a_problem(seen, expr, problem):
     panel = Panel("Broken", (Target(expr, "x"),), "short", "For this test.")
     (found,) = ask_panel(seen[0], panel, seen[1]).problems
     assert problem in found
+
+
+def test_a_benchmark_on_the_server_reports_what_dhisparse_did(seen, tiny_dsa, tmp_path):
+    model = str(tiny_dsa(layers=6, leaders=2))
+    size = ["--random-input-len", "900", "--random-output-len", "20", "--ignore-eos"]
+    options = ["--model", "tiny", "--tokenizer", model, "--port", str(seen[2].port), *size]
+    options += ["--dataset-name", "random", "--num-prompts", "4", "--max-concurrency", "4"]
+    result = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "run.json"]
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *options, *result], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert " DHISPARSE " in done.stdout
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert found["completed"] == 4
+    assert found["dhisparse_residency"] == "adaptive"
+    # At most 19 steps of 1 + 3 queries, 64 rows of two index groups for each.
+    assert 0 < found["dhisparse_selected_rows"] <= 4 * 19 * 4 * 64 * 2
+    assert 0 <= found["dhisparse_fetch_ratio"] < 1

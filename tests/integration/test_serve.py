@@ -8,8 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import vllm
 from engine import RESIDENT, greedy, prompts, running
 from server import serving
+
+import vllm_dhisparse
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,8 @@ def test_one_api_server(tiny_dsa, tmp_path, expected):
     with serving(tiny_dsa(), tmp_path) as server:
         zeros = server.metrics()
         assert decoded(zeros) == 0
-        assert zeros["vllm:dhisparse_mode_info{64,adaptive,0.1.0}"] == 1
+        info = f"64,adaptive,none,{vllm_dhisparse.__version__},{vllm.__version__}"
+        assert zeros[f"vllm:dhisparse_mode_info{{{info}}}"] == 1
         with ThreadPoolExecutor() as pool:
             answers = list(pool.map(lambda ids: completion(server, ids), prompts(70, 300, 900)))
         assert answers == expected

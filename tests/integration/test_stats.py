@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_dhisparse import __version__
@@ -28,6 +29,7 @@ def families(registry):
     """Of two engines, as with data parallel 2."""
     config = SimpleNamespace(
         kv_transfer_config=None,
+        speculative_config=SimpleNamespace(method="dspark"),
         additional_config={"dhisparse": {"residency": "fixed"}},
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=64)),
     )
@@ -51,7 +53,7 @@ def test_every_series_of_every_engine_exists_from_the_start(registry, families):
                 found.setdefault(sample.name, []).append(sample)
     assert set(found) == {name for m in (*METRICS, WAITS, MODE_INFO) for name in m.samples()}
     for metric in METRICS:
-        (name,) = metric.samples()
+        name = metric.samples()[-1]  # of a histogram the count
         assert len(found[name]) == 2 * len(metric.series())
         assert {sample.value for sample in found[name]} == {0}
         assert all(
@@ -64,6 +66,8 @@ def test_every_series_of_every_engine_exists_from_the_start(registry, families):
             "engine": engine,
             "residency": "fixed",
             "version": __version__,
+            "vllm_version": vllm.__version__,
+            "speculation": "dspark",
             "index_topk": "64",
         }
         for engine in ("0", "1")

@@ -1,5 +1,6 @@
 """Host memory: what there is, what a control group allows, what may be pinned."""
 
+import platform
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ def check_memory(host_pool_gib: float | None, is_cuda: bool) -> Iterator[Finding
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield check_locked_memory(pool_bytes, limit, is_cuda)
     yield check_huge_pages(HUGE_PAGES)
+    if is_cuda:
+        yield check_windows(platform.release())
 
 
 def check_host_memory(pool_bytes: int | None, available: int) -> Finding:
@@ -86,3 +89,15 @@ def check_huge_pages(setting: Path) -> Finding:
             check, f"{setting} is 'never'", f"as root: echo madvise > {setting} (speed only)"
         )
     return ok(check, chosen)
+
+
+def check_windows(kernel: str) -> Finding:
+    """Under Windows the driver limits how much memory can be pinned."""
+    check = "Windows subsystem"
+    if "microsoft" not in kernel.lower():
+        return ok(check, "not used")
+    return warning(
+        check,
+        f"kernel {kernel}: the driver may pin much less memory than there is",
+        "lower dhisparse.host_pool_gib where registering the pool fails, or use Linux itself",
+    )

@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_dhisparse.core.commands import StepCommands
+from vllm_dhisparse.core.commands import UNIT_ROWS, StepCommands
 from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.core.working_set import Usage, working_set_rows
 from vllm_dhisparse.integration.adaptation import (
@@ -43,6 +43,7 @@ from vllm_dhisparse.metrics import (
     HOST_POOL_PAGES,
     HOST_POOL_WAITS,
     RESIDENCY_BYTES,
+    RESIDENCY_ROWS,
     WORKING_SET_ROWS,
 )
 from vllm_dhisparse.runtime.ops import data_plane
@@ -274,7 +275,9 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         levels = None if state is None else state.ledger.levels()
         sizes = residency_bytes(manager, self._kv_cache_config, levels)
         gauges = {RESIDENCY_BYTES.key(use): float(size) for use, size in sizes.items()}
-        if state is not None:
+        if state is not None and levels is not None:
+            gauges[RESIDENCY_ROWS.key("required")] = levels.required_units * UNIT_ROWS
+            gauges[RESIDENCY_ROWS.key("optional")] = levels.optional_units * UNIT_ROWS
             held, free = state.pages.num_held, state.pages.num_free
             gauges[HOST_POOL_PAGES.key("held")] = held
             gauges[HOST_POOL_PAGES.key("free")] = free

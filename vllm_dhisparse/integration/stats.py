@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -112,9 +113,12 @@ class DHiSparsePromMetrics(KVConnectorPromMetrics):
         return self._gauge_cls(**options, multiprocess_mode="mostrecent")
 
     def _describe(self, vllm_config: VllmConfig) -> None:
+        speculation = vllm_config.speculative_config
         info = {
             "residency": dhisparse_config(vllm_config).residency,
             "version": __version__,
+            "vllm_version": vllm.__version__,
+            "speculation": "none" if speculation is None else str(speculation.method),
             "index_topk": str(vllm_config.model_config.hf_text_config.index_topk),
         }
         family = self._family(MODE_INFO)
