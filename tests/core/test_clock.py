@@ -1,8 +1,9 @@
 import numpy as np
+from clock_state import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_dhisparse.core.clock import FRESH_AGE, MAX_AGE, Clock, sweep
+from vllm_dhisparse.core.clock import FRESH_AGE, MAX_AGE, sweep
 
 
 def sweep_one_by_one(age, hand, empty, replaceable, wanted):

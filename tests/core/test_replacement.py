@@ -8,9 +8,9 @@ from functools import cache
 
 import numpy as np
 import pytest
+from clock_state import Clock
 from workloads import recorded_streams, scan, synthetic_streams, without_locality
 
-from vllm_dhisparse.core.clock import Clock
 from vllm_dhisparse.simulator import partitions
 from vllm_dhisparse.simulator.replacement import (
     clock_misses,

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
+from clock_state import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dhisparse.core.clock import MAX_AGE, Clock
+from vllm_dhisparse.core.clock import MAX_AGE
 from vllm_dhisparse.core.working_set import Usage, working_set_rows
 
 

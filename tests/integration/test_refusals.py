@@ -6,6 +6,7 @@ from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 
 from vllm_dhisparse.integration import compat, plugin
+from vllm_dhisparse.integration.geometry import geometry
 from vllm_dhisparse.integration.refusals import refuse_unsupported
 
 
@@ -69,6 +70,18 @@ def refused(model, **options):
             {"additional_config": {"dhisparse": {"host_pool_gib": 0.0005}}},
             "max_model_len=1024 needs 8: raise dhisparse.host_pool_gib to at least 0.0",
         ),
+        (
+            {
+                "kv_transfer_config": KVTransferConfig(
+                    kv_connector="DHiSparseConnector",
+                    kv_role="kv_both",
+                    kv_connector_extra_config={"dhisparse_host_pages": "many"},
+                )
+            },
+            "dhisparse_host_pages = 'many' in --kv-transfer-config must be a whole number above 0",
+        ),
+        ({"runner": "pooling"}, "--runner pooling does not decode"),
+        ({"hf_overrides": {"index_topk": 0}}, "the model has no index_topk, or 0"),
         (
             {"additional_config": {"dhisparse": {"staging_rows": 63}}},
             "dhisparse.staging_rows = 63 cannot hold the 64 rows that one query selects",
@@ -168,6 +181,20 @@ def test_what_the_user_chose_stays(tiny_dsa):
         assert config.scheduler_config.enable_chunked_prefill
         assert config.cache_config.enable_prefix_caching == caching
         assert config.cache_config.block_size == 64
+
+
+def test_sizes_beyond_what_requests_have_are_as_good_as_all_they_have(tiny_dsa):
+    huge = {"staging_rows": 10**15, "base_rows_per_request": 10**15}
+    config = EngineArgs(
+        model=str(tiny_dsa(layers=2, leaders=1)),
+        attention_backend="DHISPARSE",
+        max_model_len=1000,
+        max_num_seqs=4,
+        max_num_batched_tokens=1000,
+        additional_config={"dhisparse": huge},
+    ).create_engine_config()
+    sizes = geometry(config)
+    assert (sizes.staging_rows, sizes.base_units) == (4 * 1000, 16)
 
 
 def test_register_never_raises(monkeypatch, caplog):

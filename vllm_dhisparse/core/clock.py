@@ -64,29 +64,3 @@ def sweep(age: Ages, hand: int, empty: Mask, replaceable: Mask, wanted: int) -> 
     new_age[candidates[in_order]] = FRESH_AGE
     victims = candidates[in_order]
     return Sweep(np.concatenate([free, victims]), new_age, int(victims[-1] + 1) % age.size)
-
-
-class Clock:
-    """Age of every slot, and the hand: the replacement state of one index group."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.age: Ages = np.full(num_slots, FRESH_AGE, dtype=np.uint8)
-        self.hand = 0
-
-    def enter(self, slots: Slots) -> None:
-        """Rows were written or fetched into these slots."""
-        self.age[slots] = FRESH_AGE
-
-    def hit(self, slots: Slots) -> None:
-        """Rows in these slots were selected."""
-        self.age[slots] = MAX_AGE
-
-    def take(self, empty: Mask, replaceable: Mask, wanted: int) -> Slots:
-        """Choose up to ``wanted`` slots as ``sweep`` does, and age those passed over."""
-        taken, self.age, self.hand = sweep(self.age, self.hand, empty, replaceable, wanted)
-        return taken
-
-    def check_integrity(self) -> None:
-        """Assert that ages fit in two bits and that the hand stands on a slot."""
-        assert self.age.size == 0 or self.age.max() <= MAX_AGE, "age above its maximum"
-        assert 0 <= self.hand < max(self.age.size, 1), "hand outside the slots"

@@ -31,8 +31,9 @@ from vllm_dhisparse.integration.adaptation import (
 )
 from vllm_dhisparse.integration.attention import DHiSparseImpl
 from vllm_dhisparse.integration.geometry import geometry
-from vllm_dhisparse.integration.host_budget import HOST_PAGES, refuse_small_pool
+from vllm_dhisparse.integration.host_budget import refuse_small_pool
 from vllm_dhisparse.integration.layers import HierarchyLayer, ResidentLayer
+from vllm_dhisparse.integration.names import HOST_PAGES
 from vllm_dhisparse.integration.residency import residency_bytes
 from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.integration.scheduler_state import SchedulerState

@@ -71,6 +71,7 @@ def geometry(vllm_config: "VllmConfig") -> Geometry:
         rows, default = config.fixed_rows_per_request, 2 * hf_config.index_topk
     else:
         rows, default = config.base_rows_per_request, hf_config.index_topk
+    rows = min(default if rows is None else rows, model.max_model_len)
     itemsize = model.dtype.itemsize
     return Geometry(
         config=config,
@@ -78,20 +79,29 @@ def geometry(vllm_config: "VllmConfig") -> Geometry:
         dtype=model.dtype,
         num_layers=hf_config.num_hidden_layers,
         plan=plan_pages(row_size * itemsize, hf_config.index_head_dim * itemsize),
-        base_units=-(-(default if rows is None else rows) // UNIT_ROWS),
+        base_units=-(-rows // UNIT_ROWS),
         staging_rows=_staging_rows(vllm_config, config, hf_config.index_topk),
     )
 
 
 def _staging_rows(vllm_config: "VllmConfig", config: DHiSparseConfig, top_k: int) -> int:
-    """By default a step that decodes or verifies all requests is one pass."""
+    """By default a step that decodes or verifies all requests is one pass.
+
+    Never more rows than the queries of a step select, or than its requests have.
+    """
+    scheduler = vllm_config.scheduler_config
+    most = min(
+        scheduler.max_num_batched_tokens * top_k,
+        scheduler.max_num_seqs * vllm_config.model_config.max_model_len,
+    )
     if config.staging_rows is None:
         speculation = vllm_config.speculative_config
         drafts = 0 if speculation is None else speculation.num_speculative_tokens
-        return int(vllm_config.scheduler_config.max_num_seqs * (1 + drafts) * top_k)
+        wanted = scheduler.max_num_seqs * (1 + drafts) * top_k
+        return max(top_k, min(wanted, most))
     if config.staging_rows < top_k:
         raise ValueError(
             f"dhisparse.staging_rows = {config.staging_rows} cannot hold the {top_k} rows that "
             "one query selects (index_topk); raise it"
         )
-    return config.staging_rows
+    return max(top_k, min(config.staging_rows, most))

@@ -11,9 +11,6 @@ from vllm_dhisparse.runtime.available_memory import available_bytes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-HOST_PAGES = "dhisparse_host_pages"
-"""Key in the connector's extra configuration that carries the number to all processes."""
-
 
 def host_pages(vllm_config: "VllmConfig", sizes: Geometry) -> int:
     """Return the host pages of each tensor-parallel rank.

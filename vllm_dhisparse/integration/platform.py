@@ -112,7 +112,8 @@ class DHiSparseCpuPlatform(_StockPlatform):
         """Check the settings and add the connector, with what all processes must agree on."""
         from vllm_dhisparse.integration.connector_registration import transfer_config
         from vllm_dhisparse.integration.geometry import geometry
-        from vllm_dhisparse.integration.host_budget import HOST_PAGES, host_pages
+        from vllm_dhisparse.integration.host_budget import host_pages
+        from vllm_dhisparse.integration.names import HOST_PAGES
 
         sizes = geometry(vllm_config)
         transfer = vllm_config.kv_transfer_config

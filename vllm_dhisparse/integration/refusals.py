@@ -7,6 +7,7 @@ from vllm_dhisparse.integration.names import (
     ARCHITECTURES,
     CONNECTOR,
     DRAFTS_WITHOUT_CACHE,
+    HOST_PAGES,
     KV_CACHE_DTYPES,
 )
 
@@ -19,6 +20,7 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     reasons = [
         *_model(vllm_config),
         *_memory(vllm_config),
+        *_host_pages(vllm_config),
         *_parallelism(vllm_config),
         *_speculation(vllm_config),
     ]
@@ -51,9 +53,14 @@ def _model(vllm_config: "VllmConfig") -> list[str]:
             f"model architecture {model.architecture} is not one of {', '.join(ARCHITECTURES)}; "
             "choose another --attention-backend for it"
         )
-    elif not hasattr(model.hf_text_config, "index_topk"):
+    elif not getattr(model.hf_text_config, "index_topk", None):
         reasons.append(
-            "the model has no index_topk, so it is not a DSA model; "
+            "the model has no index_topk, or 0, so it is not a DSA model; "
+            "choose another --attention-backend for it"
+        )
+    if model.runner_type != "generate":
+        reasons.append(
+            f"--runner {model.runner_type} does not decode, and nothing else reads history; "
             "choose another --attention-backend for it"
         )
     if model.enable_sleep_mode:
@@ -100,6 +107,19 @@ def _memory(vllm_config: "VllmConfig") -> list[str]:
             "remove --disable-hybrid-kv-cache-manager"
         )
     return reasons
+
+
+def _host_pages(vllm_config: "VllmConfig") -> list[str]:
+    """Check what this package hands to its connector, should the user have set it."""
+    transfer = vllm_config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    pages = extra.get(HOST_PAGES, 1)
+    if isinstance(pages, int) and not isinstance(pages, bool) and pages > 0:
+        return []
+    return [
+        f"{HOST_PAGES} = {pages!r} in --kv-transfer-config must be a whole number above 0; "
+        "remove it and set dhisparse.host_pool_gib in --additional-config"
+    ]
 
 
 def _dtype(vllm_config: "VllmConfig") -> str | None:
