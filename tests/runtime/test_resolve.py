@@ -187,6 +187,20 @@ def test_law_2_no_row_of_any_pass_is_a_victim(make_cache):
     assert got.fetched[Phase.GENERATION] == 32
 
 
+def test_law_2_the_current_union_is_protected_where_victims_are_few(make_cache):
+    cache = make_cache(units=1)
+    cache.resolve([list(range(64))])
+    for _ in range(3):  # more misses than other rows, whatever the ages
+        slots = cache.tables.slot_of_row[0]
+        held = [position for position in range(128) if slots[host_row(0, position)] >= 0]
+        others = [position for position in range(128) if position not in held]
+        rows = [host_row(0, position) for position in held[:40]]
+        before = slots[rows].clone()
+        got = cache.resolve([held[:40], others[:40]])
+        assert torch.equal(cache.tables.slot_of_row[0, rows], before)
+        assert (got.plans[0].slot == NO_SLOT).sum() == 40 - 24
+
+
 def test_f06_capacity_zero_serves_everything_from_staging(make_cache):
     cache = make_cache()
     for _ in range(2):
