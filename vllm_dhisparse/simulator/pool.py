@@ -1,0 +1,99 @@
+"""A pool of integer blocks with the free queue of vLLM's, for the ledger and the pages."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from vllm_dhisparse.core.block_source import ReuseListener
+
+
+class SimulatedPool:
+    """A ``BlockSource`` of plain numbers; nothing is ever prefix-cached in it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._queue = OrderedDict.fromkeys(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._watched: set[int] = set()
+        self._listeners: list[ReuseListener] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks in the free queue."""
+        return len(self._queue)
+
+    def add_reuse_listener(self, listener: ReuseListener) -> None:
+        """Tell ``listener`` of reuses."""
+        self._listeners.append(listener)
+
+    def take(self, count: int) -> list[int]:
+        """Take blocks off the head of the queue."""
+        if count > len(self._queue):
+            raise ValueError(f"{count} blocks wanted, {len(self._queue)} are free")
+        taken = [self._queue.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._reuse(block)
+        return taken
+
+    def claim(self, blocks: Sequence[int]) -> None:
+        """Take these free blocks out of the queue."""
+        for block in blocks:
+            del self._queue[block]
+            self._watched.add(block)
+            self._reuse(block)
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each block."""
+        for block in blocks:
+            if not self._references[block]:
+                del self._queue[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference; free blocks go to the head, the first of them foremost."""
+        for block in reversed([block for block in blocks if self._drop(block)]):
+            self._queue[block] = None
+            self._queue.move_to_end(block, last=False)
+
+    def release_readable(self, blocks: Sequence[int]) -> None:
+        """Drop a reference; free blocks go to the tail of the queue."""
+        self._watched.update(blocks)
+        for block in blocks:
+            if self._drop(block):
+                self._queue[block] = None
+
+    def watch(self, blocks: Sequence[int]) -> None:
+        """Report the next reuse of blocks in use."""
+        self._watched.update(blocks)
+
+    def evict_prefix(self, blocks: Iterable[int]) -> None:
+        """Do nothing: no prefix hash is kept."""
+
+    def is_cached(self, block: int) -> bool:
+        """Return False."""
+        return False
+
+    def is_referenced(self, block: int) -> bool:
+        """Whether anything holds the block."""
+        return self._references[block] > 0
+
+    def walk_free(self) -> Iterator[tuple[int, bool]]:
+        """Free blocks from the head of the queue."""
+        return ((block, False) for block in self._queue)
+
+    def first_free(self, count: int) -> tuple[list[int], list[int]]:
+        """Return free blocks from the head of the queue on; none is cached."""
+        return list(islice(self._queue, count)), []
+
+    def _reuse(self, block: int) -> None:
+        assert self._references[block] == 0
+        self._references[block] = 1
+        if block in self._watched:
+            self._watched.remove(block)
+            for listener in self._listeners:
+                listener(block)
+
+    def _drop(self, block: int) -> bool:
+        assert self._references[block] > 0
+        self._references[block] -= 1
+        return not self._references[block]
