@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from vllm_dhisparse import __version__
 from vllm_dhisparse.doctor import command as doctor
+from vllm_dhisparse.simulator import plan_command, simulate_command
 
-COMMANDS = (doctor,)
+COMMANDS = (doctor, simulate_command, plan_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
+from vllm_dhisparse.core.drafts import draft_limit
 from vllm_dhisparse.simulator.fidelity import Asking, Fidelity, Found, Pages
 from vllm_dhisparse.simulator.loads import Arrival, Load
 from vllm_dhisparse.simulator.memory import Levels, Memory
@@ -107,13 +108,14 @@ class Engine:
         self._fidelity = fidelity
         self._hardware = hardware
         self._speculation = speculation
-        self._scale = scale
+        self.scale = scale
         self._seed = seed
         self._max_requests = max_requests
         self._checks = checks
         self._waiting: deque[Request] = deque()
         self._time_s = 0.0
         self._most_fetched = 0
+        self._queries = speculation.queries
 
     def run(self) -> Iterator[Step]:
         """Do all steps of the load."""
@@ -124,7 +126,7 @@ class Engine:
         self._arrive(number)
         preempted = self._grow()
         waiting_blocks = self._admit()
-        memory, queries = self.memory, self._speculation.queries
+        memory, queries = self.memory, self._queries
         memory.bind()
         state = memory.adapt(waiting_blocks, len(self.running) * queries, self._most_fetched)
         restored = self._fidelity.apply(memory.ledger.take_commands())
@@ -153,7 +155,21 @@ class Engine:
         )
         self._time_s += step.parts.total / 1e3
         self._finish(asking)
+        self._queries = 1 + self._draft_limit(waiting_blocks)
         return step
+
+    def _draft_limit(self, waiting_blocks: int) -> int:
+        """Return the drafts of the next step; only ``adaptive`` shortens them."""
+        drafts, memory = self._speculation.queries - 1, self.memory
+        if not drafts or not memory.is_adaptive:
+            return drafts
+        requests = len(self.running)
+        return draft_limit(
+            drafts,
+            memory.pool.num_free,
+            waiting_blocks,
+            lambda length: memory.growth_blocks(requests * (1 + length)),
+        )
 
     def _arrive(self, number: int) -> None:
         if not self.running and not self._waiting:
@@ -176,7 +192,7 @@ class Engine:
         for request in list(self.running):
             if request not in self.running:
                 continue
-            needed = request.tokens + self._speculation.queries
+            needed = request.tokens + self._queries
             while not self.memory.can_grow(request.id, needed):
                 last = self.running.pop()
                 self.memory.end(last.id)
@@ -192,19 +208,19 @@ class Engine:
 
     def _admit(self) -> int:
         """Start who fits; return the blocks that the next one waits for."""
-        memory, queries = self.memory, self._speculation.queries
+        memory, queries = self.memory, self._queries
         while self._waiting and len(self.running) < self._max_requests:
             request = self._waiting[0]
             if not memory.fits(request.id, request.tokens, queries):
                 needed = memory.required_blocks(request.tokens, queries)
                 if not self.running and needed > memory.pool.num_free:
                     raise ValueError(
-                        f"a request of {request.tokens * self._scale:.0f} tokens needs {needed}"
+                        f"a request of {request.tokens * self.scale:.0f} tokens needs {needed}"
                         f" blocks; the device has {memory.pool.num_blocks}"
                     )
                 if not self.running:
                     raise ValueError(
-                        f"a request of {request.tokens * self._scale:.0f} tokens does not fit in"
+                        f"a request of {request.tokens * self.scale:.0f} tokens does not fit in"
                         " host memory"
                     )
                 return needed if needed > memory.pool.num_free else 0
@@ -214,13 +230,14 @@ class Engine:
         return 0
 
     def _start(self, request: Request) -> None:
-        memory, queries = self.memory, self._speculation.queries
+        memory, queries = self.memory, self._queries
+        request.page_table = np.zeros(0, dtype=np.int64)
         if self._load.imported or memory.is_resident:
             first = memory.admit(request.id, request.tokens, queries)
             memory.bind()
             self._write(request, first, request.tokens)
             return
-        chunk = max(UNIT_ROWS, ceil(2048 / self._scale / UNIT_ROWS) * UNIT_ROWS)
+        chunk = max(UNIT_ROWS, ceil(2048 / self.scale / UNIT_ROWS) * UNIT_ROWS)
         end = min(chunk, request.tokens)
         first = memory.admit(request.id, 0, end)
         while True:
@@ -234,13 +251,12 @@ class Engine:
         memory.grow(request.id, request.tokens + queries)
 
     def _ask(self, request: Request) -> Asking:
-        queries = self._speculation.queries
-        step = len(request.accepted)
-        accepted = self._speculation.draw(self._seed, request.arrival.number, step)
+        queries, number = self._queries, request.arrival.number
+        accepted = self._speculation.draw(self._seed, number, request.generated, queries - 1)
         accepted = min(accepted, request.arrival.output_tokens - request.generated)
         self._write(request, request.tokens, request.tokens + queries)
         return Asking(
-            request.arrival.number,
+            number,
             request.place,
             request.tokens,
             request.generated,
@@ -253,8 +269,9 @@ class Engine:
         """Write rows; the commands that gave them their places are applied first."""
         memory = self.memory
         blocks = memory.held[request.id].indexer
-        pages = [memory.pages.page_of(block) for block in blocks]
-        request.page_table = np.array(pages, dtype=np.int64)
+        if len(blocks) != request.page_table.size:
+            pages = [memory.pages.page_of(block) for block in blocks]
+            request.page_table = np.array(pages, dtype=np.int64)
         self._fidelity.apply(memory.ledger.take_commands())
         if first < end:
             units = range(first // UNIT_ROWS, ceil(end / UNIT_ROWS))
@@ -265,12 +282,12 @@ class Engine:
         return self._hardware.step(
             StepLoad(
                 requests=len(asking),
-                queries=len(asking) * self._speculation.queries,
-                context_tokens=sum(request.tokens for request in asking) * self._scale,
-                fetched_rows=fetched * self._scale,
-                restored_rows=restored * self._scale,
+                queries=len(asking) * self._queries,
+                context_tokens=sum(request.tokens for request in asking) * self.scale,
+                fetched_rows=fetched * self.scale,
+                restored_rows=restored * self.scale,
                 is_on_host=not self.memory.is_resident,
-                has_drafts=self._speculation.queries > 1,
+                has_drafts=self._queries > 1,
             )
         )
 

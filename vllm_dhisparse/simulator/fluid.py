@@ -32,16 +32,23 @@ class Fluid:
         curve: of one request.
         top_k: rows of a selection.
         rejected_price: see `Speculation`.
+        is_resident: whether all history is in the tail.
         replaces_optional: see `RowCache`.
 
     """
 
     def __init__(
-        self, curve: MissCurve, top_k: int, rejected_price: float, replaces_optional: bool = True
+        self,
+        curve: MissCurve,
+        top_k: int,
+        rejected_price: float,
+        is_resident: bool = False,
+        replaces_optional: bool = True,
     ) -> None:
         self._curve = curve
         self._top_k = top_k
         self._price = rejected_price
+        self._is_resident = is_resident
         self._replaces_optional = replaces_optional
         self._state: dict[int, UnitState] = {}
         self._units = dict.fromkeys(UnitState, 0)
@@ -77,6 +84,10 @@ class Fluid:
 
     def resolve(self, requests: Sequence[Asking]) -> Found:
         """Return what the curves say, and let the amounts follow."""
+        if self._is_resident:
+            found = Found.nothing()
+            found.selected[UnitState.TAIL] = self._top_k * sum(r.queries for r in requests)
+            return found
         numbers = [request.number for request in requests]
         used = np.array([self._used.get(number, 0.0) for number in numbers])
         whole = np.array([self._whole.get(number, 0.0) for number in numbers])

@@ -40,7 +40,7 @@ EASY = Locality((0.253, 1.59), (0.672, 17.7), 0.171, 1.047, 6.79, 0.216, 6.24, 0
 """Layers that select much the same rows from step to step."""
 HARD = Locality((0.508, 1.78), (0.603, 9.29), 0.606, 0.836, 4.45, 0.744, 9.72, 0.088, 12.8)
 """Layers that do not."""
-SCATTERED = HARD._replace(fast=(0.9, 1.3), white=1.0, recency=0.5)
+SCATTERED = HARD._replace(fast=(0.8, 1.5), white=0.8)
 """Poor locality: 35 to 50 % of a selection stays from one step to the next, as published for
 DeepSeek-V3.2 on long programs. Chosen for that overlap, not fitted."""
 LOCALITIES = {"ordinary": ORDINARY, "easy": EASY, "hard": HARD, "scattered": SCATTERED}

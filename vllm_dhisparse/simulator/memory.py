@@ -71,6 +71,7 @@ class Memory:
         assert (controller is None) == (policy != "adaptive")
         self.sizes = sizes
         self.is_resident = policy == "resident"
+        self.is_adaptive = policy == "adaptive"
         self.log: list[Command] = []
         self.missing = MissingSpans()
         self.pool = SimulatedPool(sizes.num_blocks)

@@ -220,6 +220,7 @@ def build(settings: Settings) -> Engine:
             curve.scaled(size / sample),
             size,
             settings.speculation.rejected_price,
+            settings.policy == "resident",
             settings.policy != "page_tail",
         )
     controller = None

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_dhisparse.core.drafts import REJECTED_ROWS_SHARE
+
 
 class Speculation(NamedTuple):
     """A drafter as the target sees it.
@@ -33,10 +35,10 @@ class Speculation(NamedTuple):
         """Tokens of a step on average, the bonus token included."""
         return 1 + sum(self.survival)
 
-    def draw(self, seed: int, request: int, step: int) -> int:
-        """Tokens that a request's step adds; the same whatever the policy and the time."""
-        chance = np.random.default_rng([seed, request, step]).random()
-        return 1 + sum(chance < survives for survives in self.survival)
+    def draw(self, seed: int, request: int, generated: int, drafts: int) -> int:
+        """Tokens that a step adds after ``generated``, whatever the policy and the time."""
+        chance = np.random.default_rng([seed, request, generated]).random()
+        return 1 + sum(chance < survives for survives in self.survival[:drafts])
 
 
 def geometric(name: str, drafts: int, accepted: float) -> tuple[float, ...]:
@@ -59,7 +61,6 @@ def geometric(name: str, drafts: int, accepted: float) -> tuple[float, ...]:
 
 
 NONE = Speculation("none", (), 0, 0, 0.0, 0.0, "no drafts")
-_PRICE = 0.55
 _PRICE_SOURCE = "rejected drafts: measured on recorded traces of a small model, 0.44-0.74"
 SPECULATIONS = {
     "none": NONE,
@@ -69,7 +70,7 @@ SPECULATIONS = {
         2048 - 1 + 8 + 64,
         6 * 2 * 8 * 128 * 2,
         4.9,
-        _PRICE,
+        REJECTED_ROWS_SHARE,
         "published: 6 windowed layers, 7 drafts, 2.20 tokens a step on prose and 2.84 on code at"
         f" 32K; assumed: 2.25 at 100K, window 2,048, 8 heads of 128; {_PRICE_SOURCE}",
     ),
@@ -79,7 +80,7 @@ SPECULATIONS = {
         128 + 6 + 64,
         1752,
         2.0,
-        _PRICE,
+        REJECTED_ROWS_SHARE,
         "published: 3 layers, window 128, 584 B a row, 5 drafts, 2.82 tokens a step;"
         f" assumed: 2 GB of weights; {_PRICE_SOURCE}",
     ),

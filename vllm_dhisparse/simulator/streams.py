@@ -99,8 +99,8 @@ class Templates:
         return np.asarray(own, dtype=np.int32)
 
 
-SHARE_OF_OTHERS = 0.5
-SHARE_OF_STRANGERS = 0.15
+SHARE_OF_OTHERS = 0.4
+SHARE_OF_STRANGERS = 0.05
 """Fitted so that verify steps of 8 queries with 2 tokens each fetch about as many rows as was
 measured with a small model's own wrong continuations: 2.3 to 2.7 times those of a token
 without drafts in caches of 2 to 8 selections."""
