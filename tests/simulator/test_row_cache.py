@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from clock_state import Clock
 
-from vllm_dhisparse.core.clock import Clock
 from vllm_dhisparse.core.commands import (
     PageBound,
     PageDropped,

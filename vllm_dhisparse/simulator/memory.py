@@ -101,7 +101,7 @@ class Memory:
     def required_blocks(self, context: int, queries: int) -> int:
         """Blocks that a request takes at admission."""
         first = 0 if self.is_resident else context // UNIT_ROWS
-        units = ceil((context + queries) / UNIT_ROWS) - first + self.ledger.base_units
+        units = ceil((context + queries) / UNIT_ROWS) - first + self.ledger.share_units(first)
         return (
             units * self.sizes.latent_groups
             + self._pages_for(context + queries)
@@ -116,7 +116,7 @@ class Memory:
 
         """
         history = 0 if self.is_resident else context // UNIT_ROWS
-        self.ledger.claim_share(request_id)
+        self.ledger.claim_share(request_id, history)
         self.held[request_id] = Held(history * UNIT_ROWS, history * UNIT_ROWS)
         self.held[request_id].ring = self.pool.take(self.sizes.ring_blocks)
         self.grow(request_id, context + queries)
