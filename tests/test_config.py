@@ -35,6 +35,8 @@ def test_defaults_suffice():
             "dhisparse.stats_interval_steps must be a whole number of at least 1; got 0",
         ),
         ({"stats_interval_steps": None}, "must be a whole number of at least 1; got None"),
+        ({"record_traces": ""}, "dhisparse.record_traces must be the name of a folder; got ''"),
+        ({"record_traces": 3}, "dhisparse.record_traces must be the name of a folder; got 3"),
         ({"huge_pages": 1}, "dhisparse.huge_pages must be true or false; got 1"),
         ({"dwell_steps": -1}, "dhisparse.dwell_steps must be a whole number, 0 or more; got -1"),
         ({"low_watermark_ratio": 2}, "dhisparse.low_watermark_ratio must be a share from 0 to 1"),

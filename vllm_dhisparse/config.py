@@ -40,6 +40,9 @@ class DHiSparseConfig:
         huge_pages: whether the host pool asks for 2 MiB pages.
         numa_nodes: memory node of the host pool of each tensor-parallel rank. Default: as
             the operating system chooses.
+        record_traces: folder for the selections of every request that decodes, one file for
+            each in the format of `core.traces`; for analysis, it slows every step. Default:
+            nothing is recorded.
 
     Raises:
         ValueError: a value is out of its range; the message names the setting.
@@ -60,6 +63,7 @@ class DHiSparseConfig:
     stats_interval_steps: int = 32
     huge_pages: bool = True
     numa_nodes: Sequence[int] | None = None
+    record_traces: str | None = None
 
     def __post_init__(self) -> None:
         if self.residency not in RESIDENCIES:
@@ -79,6 +83,12 @@ class DHiSparseConfig:
             raise ValueError(f"dhisparse.{error}") from error
         if not isinstance(self.huge_pages, bool):
             raise ValueError(f"dhisparse.huge_pages must be true or false; got {self.huge_pages!r}")
+        if self.record_traces is not None and not (
+            isinstance(self.record_traces, str) and self.record_traces.strip()
+        ):
+            raise ValueError(
+                f"dhisparse.record_traces must be the name of a folder; got {self.record_traces!r}"
+            )
         if self.numa_nodes is not None:
             _require_list("numa_nodes", self.numa_nodes)
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from workloads import TRACES, recorded_streams
 
+from vllm_dhisparse.core.traces import read_trace
 from vllm_dhisparse.simulator import streams
 from vllm_dhisparse.simulator.anchors import PUBLISHED, miss_shares, pooled_over_groups
 from vllm_dhisparse.simulator.locality import ORDINARY, SCATTERED, positions
 from vllm_dhisparse.simulator.streams import Stream
-from vllm_dhisparse.simulator.traces import read_trace
 
 CONTEXT, TOP_K = 7168, 160
 TEXTS = ("novel", "handbook", "argparse", "gen-novel", "copy-argparse")

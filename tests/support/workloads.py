@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_dhisparse.core.traces import Positions, read_trace
 from vllm_dhisparse.simulator.locality import EASY, HARD, ORDINARY, positions
-from vllm_dhisparse.simulator.traces import Positions, read_trace
 from vllm_dhisparse.simulator.workloads import NO_ROW
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"

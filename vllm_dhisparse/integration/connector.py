@@ -6,6 +6,7 @@ nothing by itself; the hooks about transfers are empty.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,12 @@ from vllm_dhisparse.integration.residency import residency_bytes
 from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.integration.scheduler_state import SchedulerState
 from vllm_dhisparse.integration.stats import DHiSparsePromMetrics, DHiSparseStats
+from vllm_dhisparse.integration.trace_recorder import (
+    RecordedStep,
+    TraceRecorder,
+    record_leaders,
+    recorded_step,
+)
 from vllm_dhisparse.integration.worker_state import WorkerState
 from vllm_dhisparse.metrics import (
     HOST_POOL_BYTES,
@@ -62,9 +69,13 @@ logger = init_logger("vllm.dhisparse")
 
 @dataclass(frozen=True)
 class StepMetadata(KVConnectorMetadata):
-    """What one step tells the workers; residency ``resident`` has no commands."""
+    """What one step tells the workers; residency ``resident`` has no commands.
+
+    ``recorded``: under ``record_traces`` who is in the step.
+    """
 
     commands: StepCommands | None
+    recorded: RecordedStep | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,10 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._fetched_rows = 0
         self._working_set_rows = 0
         self._adaptations = DHiSparseStats()
+        self._recorder: TraceRecorder | None = None
+        folder = self._sizes.config.record_traces
+        if folder is not None and is_worker and get_tensor_model_parallel_rank() == 0:
+            self._recorder = TraceRecorder(Path(folder), vllm_config.model_config.model)
 
     @property
     def _block_bytes(self) -> int:
@@ -138,6 +153,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sizes.config.residency == "resident":
             for layer in layers.values():
                 layer.impl.path = ResidentLayer(ops, self._counters, layer.impl.is_leader)
+            if self._recorder is not None:
+                record_leaders(layers, self._recorder, lambda metadata: metadata)
             return
         worker = WorkerState(
             self._sizes,
@@ -150,18 +167,25 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         )
         for layer, place in zip(layers.values(), worker.places, strict=True):
             layer.impl.path = HierarchyLayer(worker, place, layer.impl.is_leader)
+        if self._recorder is not None:
+            record_leaders(layers, self._recorder, lambda _: worker.step_inputs().metadata)
         self._worker = worker
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Apply the step's commands. vLLM calls this once a step, before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
+        if self._recorder is not None and connector_metadata.recorded is not None:
+            self._recorder.begin_step(connector_metadata.recorded)
         if connector_metadata.commands is not None:
             assert self._worker is not None
             self._worker.apply(connector_metadata.commands)
 
     def shutdown(self) -> None:
-        """Let go of host memory."""
+        """Let go of host memory, and write what was recorded of requests that still run."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -237,8 +261,12 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Return this step's message to the workers."""
         state = self._scheduler_state
+        recorded = None
+        if self._sizes.config.record_traces is not None:
+            assert self._kv_cache_manager is not None
+            recorded = recorded_step(scheduler_output, self._kv_cache_manager)
         if state is None:
-            return StepMetadata(None)
+            return StepMetadata(None, recorded)
         state.bind_scheduled(scheduler_output)
         if self._controller is not None:
             fetched_rows, self._fetched_rows = self._fetched_rows, 0  # a report counts once
@@ -248,7 +276,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler_output.num_spec_tokens_to_schedule = done.draft_tokens
             unit_bytes = self._block_bytes * state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
-        return StepMetadata(state.take_commands())
+        return StepMetadata(state.take_commands(), recorded)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_dhisparse.core.traces import Positions
 from vllm_dhisparse.simulator.replacement import (
     Counts,
     clock_misses,
@@ -18,7 +19,6 @@ from vllm_dhisparse.simulator.replacement import (
     min_misses,
     random_misses,
 )
-from vllm_dhisparse.simulator.traces import Positions
 from vllm_dhisparse.simulator.workloads import Workload, one, workload
 
 WARM_STEPS = 256

@@ -44,14 +44,15 @@ class Step(NamedTuple):
     parts: StepParts
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A request from arrival to end."""
+    """A request from arrival to end; ``accepted`` by step, ``generated`` is their sum."""
 
     arrival: Arrival
     place: Place
     arrived_s: float
     accepted: list[int] = field(default_factory=list)
+    generated: int = 0
     page_table: Pages = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     first_token_s: float | None = None
     finished_s: float | None = None
@@ -60,11 +61,6 @@ class Request:
     def id(self) -> str:
         """Name in ledger and pages."""
         return str(self.arrival.number)
-
-    @property
-    def generated(self) -> int:
-        """Tokens so far."""
-        return sum(self.accepted)
 
     @property
     def tokens(self) -> int:
@@ -295,6 +291,7 @@ class Engine:
         still = []
         for request, asked in zip(self.running, asking, strict=True):
             request.accepted.append(asked.accepted)
+            request.generated += asked.accepted
             if request.first_token_s is None:
                 request.first_token_s = self._time_s
             if request.generated < request.arrival.output_tokens:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_dhisparse.simulator.traces import Positions
+from vllm_dhisparse.core.traces import Positions
 
 
 class Locality(NamedTuple):

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dhisparse.core.commands import UNIT_ROWS, UnitState
+from vllm_dhisparse.core.traces import Positions
 from vllm_dhisparse.simulator.native import compiled
 from vllm_dhisparse.simulator.row_cache import RowCache
-from vllm_dhisparse.simulator.traces import Positions
 from vllm_dhisparse.simulator.workloads import Workload
 
 Counts = NDArray[np.int64]

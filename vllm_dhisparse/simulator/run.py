@@ -9,6 +9,7 @@ from typing import Literal
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.core.controller import ResidencyController
+from vllm_dhisparse.core.traces import read_trace
 from vllm_dhisparse.simulator.curves import MissCurve, miss_curve
 from vllm_dhisparse.simulator.engine import Engine, Step
 from vllm_dhisparse.simulator.fidelity import Fidelity
@@ -21,7 +22,6 @@ from vllm_dhisparse.simulator.rows import Rows
 from vllm_dhisparse.simulator.speculation import NONE, Speculation
 from vllm_dhisparse.simulator.step_time import Roofline
 from vllm_dhisparse.simulator.streams import Templates, recorded, synthetic
-from vllm_dhisparse.simulator.traces import read_trace
 
 FidelityName = Literal["rows", "fluid"]
 TEMPLATES = 4

@@ -37,6 +37,8 @@ class Speculation(NamedTuple):
 
     def draw(self, seed: int, request: int, generated: int, drafts: int) -> int:
         """Tokens that a step adds after ``generated``, whatever the policy and the time."""
+        if not drafts:
+            return 1
         chance = np.random.default_rng([seed, request, generated]).random()
         return 1 + sum(chance < survives for survives in self.survival[:drafts])
 

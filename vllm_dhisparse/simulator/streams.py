@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
+from vllm_dhisparse.core.traces import Positions, Trace
 from vllm_dhisparse.simulator.locality import LOCALITIES, positions
-from vllm_dhisparse.simulator.traces import Positions, Trace
 
 FAR_BACK_STEPS = 512
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
-from vllm_dhisparse.simulator.traces import Positions
+from vllm_dhisparse.core.traces import Positions
 
 NO_ROW = -1
 

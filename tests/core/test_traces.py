@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from workloads import TRACES
 
-from vllm_dhisparse.simulator.traces import Trace, read_trace, write_trace
+from vllm_dhisparse.core.traces import Trace, read_trace, write_trace
 
 
 def trace(**changes):
