@@ -34,7 +34,8 @@ class DHiSparseConfig:
         head_reserve_blocks, dwell_steps, low_watermark_ratio, high_watermark_ratio,
         adopt_units_per_step, restore_rows_per_step: of ``adaptive``, see
             `core.controller.ResidencyController`. Default of ``head_reserve_blocks``: what
-            one scheduler step can take.
+            one scheduler step can take; of ``adopt_units_per_step``: 64 blocks, and at
+            least 4 units.
         stats_interval_steps: steps between two looks at the ages of hit rows and at what
             each request reads, for the metrics.
         huge_pages: whether the host pool asks for 2 MiB pages.
@@ -58,7 +59,7 @@ class DHiSparseConfig:
     dwell_steps: int = 16
     low_watermark_ratio: float = 0.01
     high_watermark_ratio: float = 0.03
-    adopt_units_per_step: int = 32
+    adopt_units_per_step: int | None = None
     restore_rows_per_step: int = 2048
     stats_interval_steps: int = 32
     huge_pages: bool = True
@@ -78,7 +79,7 @@ class DHiSparseConfig:
         _require_whole("head_reserve_blocks", self.head_reserve_blocks, least=0)
         _require_whole("stats_interval_steps", self.stats_interval_steps, least=1, or_none=False)
         try:
-            self.controller(head_reserve_blocks=0)
+            self.controller(head_reserve_blocks=0, blocks_per_unit=1)
         except ValueError as error:
             raise ValueError(f"dhisparse.{error}") from error
         if not isinstance(self.huge_pages, bool):
@@ -92,14 +93,24 @@ class DHiSparseConfig:
         if self.numa_nodes is not None:
             _require_list("numa_nodes", self.numa_nodes)
 
-    def controller(self, head_reserve_blocks: int) -> ResidencyController:
-        """Return the controller of ``adaptive`` with these settings."""
+    def controller(self, head_reserve_blocks: int, blocks_per_unit: int) -> ResidencyController:
+        """Return the controller of ``adaptive`` with these settings.
+
+        Args:
+            head_reserve_blocks: see `ResidencyController`.
+            blocks_per_unit: latent KV groups. What adopting costs the scheduler grows with
+                the blocks, hence the default bound.
+
+        """
+        adopt_units = self.adopt_units_per_step
+        if adopt_units is None:
+            adopt_units = max(4, 64 // blocks_per_unit)
         return ResidencyController(
             head_reserve_blocks=head_reserve_blocks,
             dwell_steps=self.dwell_steps,
             low_watermark_ratio=self.low_watermark_ratio,
             high_watermark_ratio=self.high_watermark_ratio,
-            adopt_units_per_step=self.adopt_units_per_step,
+            adopt_units_per_step=adopt_units,
             restore_rows_per_step=self.restore_rows_per_step,
         )
 

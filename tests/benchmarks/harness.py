@@ -14,12 +14,12 @@ class Sizes(NamedTuple):
     context: int
     top_k: int
     gathered_rows: int
-    scheduled_context: int  # tokens of a request in the block managers
+    scheduled_contexts: tuple[int, int]  # tokens of a request in the block managers
     least_repeats: int
 
 
-FULL = Sizes(128, 4, 100_000, 2048, 8192, 10_000, 9)
-TINY = Sizes(2, 2, 2000, 64, 128, 500, 2)
+FULL = Sizes(128, 4, 100_000, 2048, 8192, (10_000, 100_000), 9)
+TINY = Sizes(2, 2, 2000, 64, 128, (1000, 2000), 2)
 
 
 class Figure(NamedTuple):

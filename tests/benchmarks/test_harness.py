@@ -14,7 +14,7 @@ def test_one_run_prints_and_writes_every_figure(tmp_path):
     assert content["machine"]["threads_used"] == 1
     names = [figure["name"] for figure in content["figures"]]
     assert len(set(names)) == len(names)
-    for kind in ("resolve", "gather", "retrieve", "attend", "decode step", "adopt"):
+    for kind in ("resolve", "gather", "retrieve", "attend", "over stock managers"):
         assert any(kind in name for name in names), kind
     for figure in content["figures"]:
         assert list(figure) == ["name", "value", "unit", "baseline", "ratio"]

@@ -74,6 +74,6 @@ class FakeSource:
     def is_referenced(self, block):
         return self.references[block] > 0
 
-    def walk_free(self):
-        for block in self.queue:
-            yield block, block in self.cached
+    def first_free(self, count):
+        blocks = self.queue[:count]
+        return blocks, [place for place, block in enumerate(blocks) if block in self.cached]

@@ -141,6 +141,19 @@ def test_adopt_leaves_the_reserve_and_cached_prefixes_alone():
     ledger.check_integrity()
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_nothing_is_adopted_while_the_head_is_not_the_whole_reserve(is_cached):
+    source, ledger = make_ledger(num_blocks=12)
+    if is_cached:
+        source.cached = {3}
+    else:
+        ledger.adopt(1, head_reserve_blocks=0)
+        source.queue = source.queue[-2:] + source.queue[:-2]
+    assert ledger.adopt(2, head_reserve_blocks=4) == []
+    assert ledger.refill_reserve(4) == (0 if is_cached else 1)
+    ledger.check_integrity()
+
+
 def test_adopt_takes_the_oldest_cached_prefixes_only_when_told():
     source, ledger = make_ledger(num_blocks=8)
     source.cached = set(range(8))
@@ -159,11 +172,11 @@ def test_adopt_never_takes_an_optional_unit_again():
 def test_the_walk_of_adopt_is_bounded_by_what_is_asked():
     source, ledger = make_ledger(num_blocks=1000)
     source.cached = set(range(900))
-    seen = []
-    walk = source.walk_free
-    source.walk_free = lambda: (seen.append(block) or block for block in walk())
+    walks = []
+    first_free = source.first_free
+    source.first_free = lambda count: walks.append(count) or first_free(count)
     assert len(ledger.adopt(2, head_reserve_blocks=8)) == 0
-    assert len(seen) <= 8 + 2 * 4
+    assert walks == [8 + 4, 8 + 2 * 4]
 
 
 def test_the_oldest_units_are_given_up_first_and_become_the_head():

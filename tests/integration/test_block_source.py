@@ -37,8 +37,8 @@ def test_released_blocks_are_at_the_head_and_readable_ones_at_the_tail(source):
     first, second = source.take(2), source.take(2)
     source.release_readable(first)
     source.release(second)
-    assert [block for block, _ in source.walk_free()] == [3, 4, 5, 6, 7, 8, 1, 2]
-    assert next(source.walk_free()) == (3, False)
+    assert source.first_free(8)[0] == [3, 4, 5, 6, 7, 8, 1, 2]
+    assert source.first_free(1) == ([3], [])
 
 
 @pytest.mark.parametrize("free", ["release", "release_readable"])
@@ -130,11 +130,11 @@ def test_eviction_of_a_prefix_tells_nobody_and_moves_nothing():
     table = [b.block_id for b in state._address.req_to_blocks["a"]]
     source.watch(table)
     kv.free(request)
-    queue = [block for block, _ in source.walk_free()]
+    queue = source.first_free(source.num_blocks)
     assert [source.is_cached(block) for block in table] == [True, True, False]
     source.evict_prefix(table)
     assert not any(source.is_cached(block) for block in table)
-    assert [block for block, _ in source.walk_free()] == queue
+    assert source.first_free(source.num_blocks) == (queue[0], [])
     assert reused == []
 
 

@@ -1,6 +1,6 @@
 """What the ledger and the page allocator need of a pool of device blocks, on integer ids."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 ReuseListener: TypeAlias = Callable[[int], None]
@@ -72,9 +72,9 @@ class BlockSource(Protocol):
         """Whether anything holds the block."""
         ...
 
-    def walk_free(self) -> Iterator[tuple[int, bool]]:
-        """Free blocks from the head of the queue, each with ``is_cached``.
+    def first_free(self, count: int) -> tuple[list[int], list[int]]:
+        """Return free blocks from the head of the queue on, at most ``count``.
 
-        Nothing may change while walking.
+        Also the places in that list of those that a prefix hash names, ascending.
         """
         ...

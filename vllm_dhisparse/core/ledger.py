@@ -5,7 +5,7 @@ them or gone. It keeps state and executes; how much to hold is its caller's deci
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Literal, NamedTuple, TypeAlias
 
 from vllm_dhisparse.core.block_source import BlockSource
@@ -192,7 +192,8 @@ class Ledger:
 
         The first ``head_reserve_blocks`` plain free blocks are left alone. Blocks whose
         reuse costs nothing are taken first, cached prefixes (oldest first) only if
-        ``take_cached``. The walk is bounded by what is asked for, so a queue with few
+        ``take_cached``; without it nothing is adopted unless the queue's head is the
+        whole reserve. The walk is bounded by what is asked for, so a queue with few
         suitable blocks near its head gives fewer units.
 
         Returns:
@@ -203,19 +204,19 @@ class Ledger:
         wanted = num_units * self.num_groups
         if not wanted:
             return []
-        plain: list[int] = []
-        cached: list[int] = []
-        for block, is_cached in islice(self._source.walk_free(), head_reserve_blocks + 2 * wanted):
-            if is_cached:
-                cached.append(block)
-            elif block not in self._optional_of_block:
-                plain.append(block)
-                if len(plain) == head_reserve_blocks + wanted:
-                    break
+        for wide in (1, 2):  # the second walk only if the first met others
+            blocks, places = self._source.first_free(head_reserve_blocks + wide * wanted)
+            cached = [blocks[place] for place in places]
+            others = self._optional_of_block.keys() | cached if cached else self._optional_of_block
+            plain = list(filterfalse(others.__contains__, blocks))
+            if len(plain) >= head_reserve_blocks + wanted:
+                break
+        if plain[:head_reserve_blocks] != blocks[:head_reserve_blocks] and not take_cached:
+            return []
         found = plain[head_reserve_blocks:]
         if take_cached:
-            found += cached[: wanted - len(found)]
-        found = found[: len(found) // self.num_groups * self.num_groups]
+            found += cached[: max(wanted - len(found), 0)]
+        found = found[: min(wanted, len(found) // self.num_groups * self.num_groups)]
         self._source.claim(found)
         units = self._add(found, UnitState.OPTIONAL)
         self._make_readable(units)
@@ -249,11 +250,9 @@ class Ledger:
         """
         if not self._optional:
             return 0
-        plain = 0
-        for block, is_cached in islice(self._source.walk_free(), head_reserve_blocks):
-            if is_cached:
-                break
-            plain += block not in self._optional_of_block
+        blocks, cached = self._source.first_free(head_reserve_blocks)
+        ahead = blocks[: cached[0]] if cached else blocks
+        plain = len(ahead) - sum(map(self._optional_of_block.__contains__, ahead))
         return self.give_up(-(-(head_reserve_blocks - plain) // self.num_groups))
 
     def take_commands(self) -> tuple[Command, ...]:
@@ -324,8 +323,7 @@ class Ledger:
     def _make_readable(self, units: Sequence[int]) -> None:
         for unit in units:
             self._optional[unit] = None
-            for block in self._blocks[unit]:
-                self._optional_of_block[block] = unit
+            self._optional_of_block.update(dict.fromkeys(self._blocks[unit], unit))
         self._source.release_readable(self._blocks_of(units))
 
     def _allocate(self, num_units: int, state: UnitState) -> list[int]:
@@ -336,8 +334,8 @@ class Ledger:
         units = []
         for start in range(0, len(blocks), self.num_groups):
             unit = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
-            self._blocks[unit] = tuple(blocks[start : start + self.num_groups])
-            self._log.append(UnitAdded(unit, state, self._blocks[unit]))
+            own = self._blocks[unit] = tuple(blocks[start : start + self.num_groups])
+            self._log.append(UnitAdded(unit, state, own))
             units.append(unit)
         return units
 

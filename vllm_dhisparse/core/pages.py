@@ -84,6 +84,8 @@ class PageAllocator:
 
     def fits(self, request_id: str, num_blocks: int) -> bool:
         """Whether pages for ``num_blocks`` blocks of the request can be had in this step."""
+        if self._has_pages(request_id, num_blocks):
+            return True
         need = self.need(request_id, num_blocks) - self._promised.get(request_id, 0)
         # Free and idle pages are at hand; only when they do not suffice count the ended.
         at_hand = len(self._free_pages) + len(self._idle) - self._num_promised
@@ -91,7 +93,8 @@ class PageAllocator:
 
     def promise(self, request_id: str, num_blocks: int) -> None:
         """Set aside what the request needs, until ``bind`` or the end of the step."""
-        self._set_promise(request_id, self.need(request_id, num_blocks))
+        if request_id in self._promised or not self._has_pages(request_id, num_blocks):
+            self._set_promise(request_id, self.need(request_id, num_blocks))
 
     def hold(self, request_id: str, blocks: Sequence[int]) -> None:
         """Keep the pages that an admitted request found by its prefix hit.
@@ -168,6 +171,11 @@ class PageAllocator:
         assert held == self._holders
         for block in self._idle:
             assert not self._source.is_referenced(block), "an idle block is in use"
+
+    def _has_pages(self, request_id: str, num_blocks: int) -> bool:
+        # So it is in most steps of most requests.
+        bound = self._bound.get(request_id)
+        return bound is not None and num_blocks <= len(bound)
 
     def _set_promise(self, request_id: str, num_pages: int) -> None:
         old = self._promised.pop(request_id, 0)

@@ -1,5 +1,6 @@
 """Which 64-row spans of running requests' history are on no unit, newest first."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -20,17 +21,22 @@ class MissingSpans:
     """
 
     def __init__(self) -> None:
-        self._missing: dict[str, set[int]] = {}
+        self._missing: dict[str, list[int]] = {}
+        """Positions, ascending: the newest is taken without a look at the others."""
 
     def start(self, request_id: str) -> None:
         """Follow a request that starts to run."""
-        self._missing.setdefault(request_id, set())
+        self._missing.setdefault(request_id, [])
 
     def miss(self, spans: Iterable[Span]) -> None:
         """Note spans without a unit; those of requests that do not run are ignored."""
         for request_id, position in spans:
-            if request_id in self._missing:
-                self._missing[request_id].add(position)
+            positions = self._missing.get(request_id)
+            if positions is None:
+                continue
+            place = bisect_left(positions, position)
+            if place == len(positions) or positions[place] != position:
+                positions.insert(place, position)
 
     def end(self, request_id: str) -> None:
         """Forget a request; unknown ones are fine."""
@@ -46,9 +52,7 @@ class MissingSpans:
             before = len(taken)
             for request_id, positions in self._missing.items():
                 if positions and len(taken) < count:
-                    newest = max(positions)
-                    positions.remove(newest)
-                    taken.append(Span(request_id, newest))
+                    taken.append(Span(request_id, positions.pop()))
             if len(taken) == before:
                 break
         return taken

@@ -31,13 +31,13 @@ def controller_for(
     That is a full batch of new tokens and one more started block per request in every
     group, and one admitted base share.
     """
-    if config.head_reserve_blocks is not None:
-        return config.controller(config.head_reserve_blocks)
-    scheduler = vllm_config.scheduler_config
     groups = state.ledger.num_groups
+    if config.head_reserve_blocks is not None:
+        return config.controller(config.head_reserve_blocks, groups)
+    scheduler = vllm_config.scheduler_config
     blocks = state.growth_blocks(scheduler.max_num_batched_tokens)
     blocks += cdiv(scheduler.max_num_seqs, 64) * groups
-    return config.controller(blocks + state.ledger.base_units * groups)
+    return config.controller(blocks + state.ledger.base_units * groups, groups)
 
 
 def shortens_drafts(vllm_config: "VllmConfig") -> bool:

@@ -1,6 +1,6 @@
 """vLLM's BlockPool as the ``BlockSource`` of the ledger and the page allocator."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -39,10 +39,12 @@ class PoolBlockSource:
 
     def claim(self, blocks: Sequence[int]) -> None:
         """Take these free blocks, and tell the listeners as an allocation would."""
-        self._pool.evict_blocks({block for block in blocks if self.is_cached(block)})
-        self._pool.touch(self._blocks(blocks))
-        for block in blocks:
-            self._tell(block)
+        claimed = self._blocks(blocks)
+        self._pool.evict_blocks({b.block_id for b in claimed if b.block_hash is not None})
+        self._pool.touch(claimed)
+        for listener in self._listeners:
+            for block in blocks:
+                listener(block)
 
     def pin(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block."""
@@ -79,14 +81,27 @@ class PoolBlockSource:
         """Whether anything holds the block."""
         return self._pool.blocks[block].ref_cnt > 0
 
-    def walk_free(self) -> Iterator[tuple[int, bool]]:
-        """Free blocks from the head of the queue, each with ``is_cached``."""
+    def first_free(self, count: int) -> tuple[list[int], list[int]]:
+        """Return free blocks from the head of the queue on, and which are cached."""
         # The queue is no public interface of the pool, and its order is in no other place.
-        for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield block.block_id, block.block_hash is not None
+        # A step walks over hundreds of blocks, hence no iterator over them.
+        blocks: list[int] = []
+        cached: list[int] = []
+        queue = self._pool.free_block_queue
+        block, end = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
+        for place in range(count):
+            if block is end:
+                break
+            assert block is not None, "the free queue is broken"
+            blocks.append(block.block_id)
+            if block.block_hash is not None:
+                cached.append(place)
+            block = block.next_free_block
+        return blocks, cached
 
     def _blocks(self, blocks: Iterable[int]) -> list[KVCacheBlock]:
-        return [self._pool.blocks[block] for block in blocks]
+        all_blocks = self._pool.blocks
+        return [all_blocks[block] for block in blocks]
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         assert block is self._pool.blocks[block.block_id], "a block of another pool"

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -66,10 +65,10 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         if self._group:
             return 0
         state = self._bound_state()
-        page_blocks = cdiv(num_tokens, state.page_tokens)
+        page_blocks = -(-num_tokens // state.page_tokens)
         if state.lacks_pages(request_id, page_blocks):
             return self.block_pool.num_gpu_blocks + 1
-        units = cdiv(num_tokens, self.block_size)
+        units = -(-num_tokens // self.block_size)
         if state.ledger.is_running(request_id):
             units -= len(self.req_to_blocks[request_id])
         else:
@@ -107,7 +106,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
             state = self._bound_state()
             if not state.ledger.is_running(request_id):
                 state.ledger.claim_share(request_id, first)
-            state.pages.promise(request_id, cdiv(num_tokens, state.page_tokens))
+            state.pages.promise(request_id, -(-num_tokens // state.page_tokens))
             if end > first:
                 state.ledger.grow_tail(request_id, first, end - first)
         if end <= first:

@@ -202,7 +202,8 @@ class SchedulerState:
             units = ledger.adopt(targets.adopt_units, controller.head_reserve_blocks)
             restored = self._restore(units[: targets.restore_units])
         self._unadopted_units = targets.adopt_units - len(units)
-        given_up = ledger.refill_reserve(controller.head_reserve_blocks)
+        # Units come from behind a whole reserve; without any, it may need blocks.
+        given_up = 0 if units else ledger.refill_reserve(controller.head_reserve_blocks)
         used = seen.total_blocks - seen.free_blocks + seen.waiting_blocks
         return Adaptation(
             targets,
@@ -272,7 +273,7 @@ class SchedulerState:
                     assert self.ledger.tail_block(request_id, position, group) == block
                     tails.append(block)
         assert sorted(tails) == sorted(by_state[UnitState.TAIL]), "a tail unit is not whole"
-        free = [block for block, _ in self._source.walk_free()]
+        free, _ = self._source.first_free(self._source.num_blocks)
         assert set(by_state[UnitState.OPTIONAL]) <= set(free), "an optional unit is not free"
         late = {block for block in deferred_blocks if block not in others}
         uses = [*free, *tails, *by_state[UnitState.REQUIRED], *others, *late]
