@@ -149,7 +149,9 @@ class Ours(Stock):
 
     def end_step(self, tokens: dict[str, int]) -> None:
         output = SimpleNamespace(
-            num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            num_spec_tokens_to_schedule=DRAFT_TOKENS,
         )
         self.connector._fetched_rows = self.fetched_rows
         self.commands = self.connector.build_connector_meta(output).commands.commands

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import bench_load_drop  # noqa: F401 - registers its benchmarks
 import bench_manager  # noqa: F401 - registers its benchmarks
 import data_plane  # noqa: F401 - registers its benchmarks
 import numba

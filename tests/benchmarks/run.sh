@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+export PYTHONPATH=tests/support${PYTHONPATH:+:$PYTHONPATH}
 exec python tests/benchmarks/run.py "$@"

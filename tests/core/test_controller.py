@@ -224,3 +224,15 @@ def test_a_settled_state_stays(controller, seen, history):
         if decision == before and not adopts:
             break
     assert controller.reconcile(seen, history) == decision
+
+
+def test_spans_are_restored_over_what_ended_requests_left():
+    full = {"free_blocks": 500, "optional_units": 240, "fetched_rows": 0, "restorable_units": 9}
+    assert reconcile(**full).targets == Targets(0, 0, "shrink")
+    assert reconcile(**full, ended_units=100).targets == Targets(9, 9, "grow")
+
+
+def test_misses_replace_rows_of_ended_units_without_growth():
+    full = {"free_blocks": 500, "optional_units": 240, "ended_units": 240}
+    assert reconcile(**full).targets == Targets(0, 0, "hold")
+    assert reconcile(**full | {"ended_units": 150, "free_blocks": 700}).targets.adopt_units == 8

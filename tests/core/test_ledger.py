@@ -213,3 +213,38 @@ def test_fixed_residency_adopts_nothing():
     _, ledger = make_ledger(residency="fixed")
     with pytest.raises(AssertionError):
         ledger.adopt(1, 0)
+
+
+def make_ledger_with_ended_units():
+    """Units 0 and 1 of a request that runs, 2 and 3 of one that ended; all optional."""
+    source, ledger = make_ledger(num_blocks=24, base_units=0)
+    for request in "ab":
+        ledger.claim_share(request)
+        ledger.grow_tail(request, 0, 3)
+        ledger.absorb_tail(request, 2)
+    ledger.end_request("b")
+    ledger.take_commands()
+    return source, ledger
+
+
+def test_what_ended_requests_left_is_given_up_before_older_units():
+    _, ledger = make_ledger_with_ended_units()
+    optional = list(ledger._optional)
+    assert (ledger.levels().optional_units, ledger.num_ended) == (4, 2)
+    assert ledger.give_up(3) == 3
+    assert ledger.take_commands() == tuple(UnitLost(u) for u in (*optional[2:], optional[0]))
+    assert (ledger.levels().optional_units, ledger.num_ended) == (1, 0)
+
+
+def test_recycled_units_are_empty_and_the_newest():
+    source, ledger = make_ledger_with_ended_units()
+    optional = list(ledger._optional)
+    tail = source.queue[-4:]
+    assert len(ledger.recycle(1)) == 1
+    lost, added = ledger.take_commands()
+    assert lost == UnitLost(optional[2])
+    assert added[1:] == (UnitState.OPTIONAL, tuple(tail[:2]))
+    assert source.queue[-4:] == [*tail[2:], *tail[:2]]
+    assert (ledger.levels().optional_units, ledger.num_ended) == (4, 1)
+    assert len(ledger.recycle(5)) == 1
+    assert ledger.recycle(5) == []

@@ -39,6 +39,7 @@ class Pressure(NamedTuple):
     only cached prefixes were left near the head of its queue.
     ``working_set_rows``: see ``core.working_set``; seen beside the rest and used by no rule,
     since growth by misses ends by itself where nothing more is used.
+    ``ended_units``: optional units that hold what ended requests left.
     """
 
     total_blocks: int
@@ -54,6 +55,7 @@ class Pressure(NamedTuple):
     restorable_units: int
     unadopted_units: int = 0
     working_set_rows: int = 0
+    ended_units: int = 0
 
 
 class Targets(NamedTuple):
@@ -61,7 +63,8 @@ class Targets(NamedTuple):
 
     ``adopt_units``: free blocks to turn into optional units; the pool may have fewer that
     cost no cached prefix. ``restore_units``: how many of them are filled from the host at
-    once, the others fill by misses. ``state``: for people and metrics.
+    once, the others fill by misses; where spare memory is not enough for the restored ones,
+    they replace ended units. ``state``: for people and metrics.
     """
 
     adopt_units: int
@@ -144,14 +147,14 @@ class ResidencyController:
 
         Spare is what neither optional units nor one step (the head reserve) nor the next
         request and the next steps of the running ones (the growth reserve) will use. So
-        growth never runs into the next admission.
+        growth never runs into the next admission. What ended requests left is spare.
         """
         growth_reserve_blocks = max(
             seen.waiting_blocks, self.growth_horizon_steps * seen.growth_blocks
         )
         return (
             seen.free_blocks
-            - seen.optional_units * seen.blocks_per_unit
+            - (seen.optional_units - seen.ended_units) * seen.blocks_per_unit
             - self.head_reserve_blocks
             - growth_reserve_blocks
         )
@@ -194,9 +197,11 @@ class ResidencyController:
         all memory at once, and ends by itself where nothing is missed, so no working set
         has to be estimated. Restoring has what the misses leave of the link.
         """
+        # Misses replace rows of ended units by themselves; only whole spans need the unit.
+        empty_units = max(0, room_units - seen.ended_units)
         room_units = min(room_units, self.adopt_units_per_step)
         missed_rows += seen.fetched_rows
-        filled = min(missed_rows // UNIT_ROWS, room_units)
+        filled = min(missed_rows // UNIT_ROWS, room_units, empty_units)
         missed_rows -= filled * UNIT_ROWS
         idle_rows = max(0, self.restore_rows_per_step - seen.fetched_rows)
         restored = min(seen.restorable_units, idle_rows // UNIT_ROWS, room_units - filled)
@@ -218,3 +223,4 @@ def _check(seen: Pressure) -> None:
     assert seen.blocks_per_unit > 0
     assert seen.free_blocks <= seen.total_blocks
     assert seen.optional_units * seen.blocks_per_unit <= seen.free_blocks, "optional is not free"
+    assert seen.ended_units <= seen.optional_units

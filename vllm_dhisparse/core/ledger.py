@@ -76,6 +76,9 @@ class Ledger:
         self._missing = MissingSpans() if missing is None else missing
         # what an optional or required unit was filled with, as long as nothing replaced it all
         self._span_of_unit: dict[int, Span] = {}
+        self._units_of_request: dict[str, set[int]] = {}
+        # optional units with a span of a request that has ended, oldest end first
+        self._ended: dict[int, None] = {}
         self._num_reclaimed = 0
         source.add_reuse_listener(self._lose_unit_of)
 
@@ -92,6 +95,11 @@ class Ledger:
             required_units=len(self._required),
             optional_units=len(self._optional),
         )
+
+    @property
+    def num_ended(self) -> int:
+        """Optional units that hold what ended requests left."""
+        return len(self._ended)
 
     def is_running(self, request_id: str) -> bool:
         """Whether the request has claimed its base share."""
@@ -110,6 +118,7 @@ class Ledger:
         assert request_id not in self._tails
         self._tails[request_id] = {}
         self._history[request_id] = history_units
+        self._units_of_request[request_id] = set()
         self._missing.start(request_id)
         self._require(self.share_units(history_units))
 
@@ -153,7 +162,7 @@ class Ledger:
         positions = range(history, min(end_position, history + len(tail)))
         full = [tail.pop(position) for position in positions]
         for unit, position in zip(full, positions, strict=True):
-            self._span_of_unit[unit] = Span(request_id, position)
+            self._set_span(unit, Span(request_id, position))
         self._history[request_id] = history + len(full)
         more = self.share_units(history + len(full)) - self.share_units(history)
         for unit in full[:more]:
@@ -164,7 +173,7 @@ class Ledger:
     def fill(self, unit: int, span: Span) -> None:
         """Note that an adopted unit gets the rows of a span."""
         assert unit in self._optional
-        self._span_of_unit[unit] = span
+        self._set_span(unit, span)
 
     def take_reclaimed(self) -> int:
         """Return how many optional units the pool took back since the last call."""
@@ -181,6 +190,10 @@ class Ledger:
         if tail is None:
             return
         self._missing.end(request_id)
+        for unit in sorted(self._units_of_request.pop(request_id)):
+            del self._span_of_unit[unit]
+            if unit in self._optional:
+                self._ended[unit] = None
         for unit in tail.values():
             self._retire(unit)
         self._release_required(self.share_units(self._history.pop(request_id)))
@@ -222,14 +235,36 @@ class Ledger:
         self._make_readable(units)
         return units
 
+    def recycle(self, num_units: int) -> list[int]:
+        """Empty units that ended requests left, at most ``num_units``.
+
+        Returns:
+            The units, now the newest.
+
+        """
+        ended = list(islice(self._ended, num_units))
+        blocks = self._blocks_of(ended)
+        for unit in ended:
+            self._forget_optional(unit)
+            self._retire(unit)
+        self._source.pin(blocks)
+        units = self._add(blocks, UnitState.OPTIONAL)
+        self._make_readable(units)
+        return units
+
     def give_up(self, num_units: int) -> int:
-        """Make the oldest optional units plain free blocks at the head of the queue.
+        """Make optional units plain free blocks at the head of the queue.
+
+        What ended requests left goes first, then the oldest.
 
         Returns:
             Units given up.
 
         """
-        units = list(islice(self._optional, num_units))
+        units = list(islice(self._ended, num_units))
+        if len(units) < num_units:
+            others = filterfalse(self._ended.__contains__, self._optional)
+            units += islice(others, num_units - len(units))
         blocks = self._blocks_of(units)
         for unit in units:
             self._forget_optional(unit)
@@ -281,6 +316,11 @@ class Ledger:
         assert self._keeps_units or not self._optional
         assert set(self._optional_of_block) == set(by_state[UnitState.OPTIONAL])
         assert set(self._span_of_unit) <= set(self._blocks)
+        assert set(self._ended) <= set(self._optional)
+        assert self._units_of_request.keys() == self._tails.keys()
+        for request_id, units in self._units_of_request.items():
+            assert all(self._span_of_unit[unit].request_id == request_id for unit in units)
+        assert len(self._span_of_unit) == sum(map(len, self._units_of_request.values()))
         numbers = [*self._blocks, *self._free_numbers]
         assert sorted(numbers) == list(range(len(numbers)))
         assert all(number < self.max_units for number in self._blocks)
@@ -345,10 +385,16 @@ class Ledger:
         self._log.append(UnitLost(unit))
         span = self._span_of_unit.pop(unit, None)
         if span is not None:
+            self._units_of_request[span.request_id].remove(unit)
             self._missing.miss([span])
+
+    def _set_span(self, unit: int, span: Span) -> None:
+        self._span_of_unit[unit] = span
+        self._units_of_request[span.request_id].add(unit)
 
     def _forget_optional(self, unit: int) -> None:
         del self._optional[unit]
+        self._ended.pop(unit, None)
         for block in self._blocks[unit]:
             del self._optional_of_block[block]
 

@@ -194,16 +194,23 @@ class SchedulerState:
             restorable_units=len(self.missing),
             unadopted_units=self._unadopted_units,
             working_set_rows=working_set_rows,
+            ended_units=ledger.num_ended,
         )
         targets, self._decisions = controller.reconcile(seen, self._decisions)
         units: list[int] = []
         restored = 0
         if targets.adopt_units:
-            units = ledger.adopt(targets.adopt_units, controller.head_reserve_blocks)
-            restored = self._restore(units[: targets.restore_units])
-        self._unadopted_units = targets.adopt_units - len(units)
+            plain = levels.free_blocks - levels.optional_units * ledger.num_groups
+            plain_units = max(0, plain - controller.head_reserve_blocks) // ledger.num_groups
+            units = ledger.adopt(
+                min(targets.adopt_units, plain_units), controller.head_reserve_blocks
+            )
         # Units come from behind a whole reserve; without any, it may need blocks.
         given_up = 0 if units else ledger.refill_reserve(controller.head_reserve_blocks)
+        if targets.restore_units:
+            units += ledger.recycle(min(targets.adopt_units - len(units), targets.restore_units))
+            restored = self._restore(units[: targets.restore_units])
+        self._unadopted_units = targets.adopt_units - len(units)
         used = seen.total_blocks - seen.free_blocks + seen.waiting_blocks
         return Adaptation(
             targets,

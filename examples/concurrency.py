@@ -1,0 +1,237 @@
+"""How many requests, and how many tokens a second, the same device memory serves.
+
+    python examples/concurrency.py --json FILE [--figure FILE.png]
+
+Many long requests come at once: more than the device holds under residency `resident`, where
+the others queue. One engine after the other gets the same prompts and the same device memory.
+The model has many latent layers and few indexers, as GLM-5.x has. Needs the environment of
+quickstart.sh (measured on CPU, one run; not a claim about GPUs).
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from load_step import prompt
+from load_step_report import has_matplotlib
+
+RESIDENCIES = ("resident", "adaptive")
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests, and the device memory that they share."""
+
+    requests: int = 20
+    prompt_tokens: int = 2048
+    output_tokens: int = 384
+    pool_mib: int = 64
+    layers: int = 16
+    leaders: int = 2
+    batched_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Result:
+    """One residency.
+
+    ``concurrency``: requests that decoded together, in at least half as many steps as a request
+    has tokens. ``output_tokens_per_s``: of the whole run, prompts included.
+    ``decode_tokens_per_s``: of the steps that computed no prompt. ``steps``: of the engine.
+    """
+
+    concurrency: int
+    output_tokens_per_s: float
+    decode_tokens_per_s: float
+    preemptions: int
+    steps: int
+    seconds: float
+    outputs_sha256: str
+
+
+def measure(residency: str, model: Path, load: Load) -> Result:
+    """Run all requests in an engine in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(model),
+        attention_backend="DHISPARSE",
+        additional_config={"dhisparse": {"residency": residency}},
+        dtype="float32",
+        max_model_len=load.prompt_tokens + load.output_tokens,
+        max_num_seqs=load.requests,
+        max_num_batched_tokens=load.batched_tokens,
+        kv_cache_memory_bytes=load.pool_mib << 20,
+        disable_log_stats=False,
+    )
+    engine = llm.llm_engine
+    parameters = SamplingParams(temperature=0, max_tokens=load.output_tokens, ignore_eos=True)
+    begin = time.monotonic()
+    for number in range(load.requests):
+        ids = {"prompt_token_ids": prompt(number, load.prompt_tokens)}
+        engine.add_request(str(number), ids, parameters)
+    tokens: dict[str, list[int]] = {}
+    per_step: list[tuple[int, float]] = []
+    while engine.has_unfinished_requests():
+        start, before = time.monotonic(), sum(map(len, tokens.values()))
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        given = sum(map(len, tokens.values())) - before
+        per_step.append((given, time.monotonic() - start))
+    seconds = time.monotonic() - begin
+    preemptions = sum(
+        metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+    )
+    engine.engine_core.shutdown()
+    return result(tokens, per_step, seconds, int(preemptions), load)
+
+
+def result(
+    tokens: Mapping[str, Sequence[int]],
+    per_step: Sequence[tuple[int, float]],
+    seconds: float,
+    preemptions: int,
+    load: Load,
+) -> Result:
+    """Sum up a run.
+
+    Args:
+        tokens: of each request.
+        per_step: output tokens and seconds of each step of the engine.
+        seconds: of the whole run.
+        preemptions: in it.
+        load: that was asked for.
+
+    """
+    outputs = [list(tokens[str(number)]) for number in range(load.requests)]
+    together = sorted((given for given, _ in per_step), reverse=True)[load.output_tokens // 2]
+    # With nothing to prefill, the requests that run are all that a step has.
+    full = [(given, spent) for given, spent in per_step if given >= together]
+    return Result(
+        concurrency=together,
+        output_tokens_per_s=round(sum(map(len, outputs)) / seconds, 1),
+        decode_tokens_per_s=round(sum(g for g, _ in full) / sum(s for _, s in full), 1),
+        preemptions=preemptions,
+        steps=len(per_step),
+        seconds=round(seconds, 1),
+        outputs_sha256=hashlib.sha256(json.dumps(outputs).encode()).hexdigest(),
+    )
+
+
+def table(results: Mapping[str, Result]) -> str:
+    """Return one line for each residency."""
+    columns = [name for name in Result.__dataclass_fields__ if name != "outputs_sha256"]
+    lines = [" | ".join(["residency", *columns])]
+    for residency, found in results.items():
+        values = [f"{getattr(found, name):,}".rjust(len(name)) for name in columns]
+        lines.append(" | ".join([residency.ljust(9), *values]))
+    return "\n".join(lines)
+
+
+def verdict(results: Mapping[str, Result]) -> str:
+    """Return what the run shows, one finding a line."""
+    resident, adaptive = results["resident"], results["adaptive"]
+    is_equal = resident.outputs_sha256 == adaptive.outputs_sha256
+    names = {"concurrency": "concurrency", "output_tokens_per_s": "output tokens/s"}
+    names["decode_tokens_per_s"] = "output tokens/s of full steps without prompts"
+    lines = [
+        f"{text}: {getattr(adaptive, name) / getattr(resident, name):.2f} x resident's"
+        for name, text in names.items()
+    ]
+    return "\n".join([*lines, f"output tokens identical: {'yes' if is_equal else 'NO'}"])
+
+
+def draw(results: Mapping[str, Result], target: Path) -> None:
+    """Write concurrency and throughput as an image; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    panels = {"concurrency": "requests decoding together", "output_tokens_per_s": "output tokens/s"}
+    for axes, (name, title) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        axes.bar(list(results), [getattr(found, name) for found in results.values()], 0.6)
+        axes.set_title(title)
+    figure.suptitle("same prompts, same device memory; measured on CPU")
+    figure.savefig(target)
+
+
+def compare(model: Path, load: Load) -> dict[str, Result]:
+    """Measure each residency in a process of its own: vLLM keeps one engine in a process."""
+    results = {}
+    for residency in RESIDENCIES:
+        print(f"residency {residency} ...", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            target, log = Path(folder, "result.json"), Path(folder, "log")
+            order = json.dumps([residency, str(model), asdict(load)])
+            command = [sys.executable, __file__, "--measure", order, "--json", str(target)]
+            with log.open("wb") as out:
+                status = subprocess.run(command, stdout=out, stderr=out).returncode
+            if status:
+                end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+                raise SystemExit(f"error: residency {residency} stopped with {status}:\n{end}")
+            results[residency] = Result(**json.loads(target.read_text()))
+    return results
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; wrong ones end the program before anything starts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
+    parser.add_argument("--figure", type=Path, metavar="FILE.png", help="needs matplotlib")
+    parser.add_argument("--model", type=Path, default=Path(".cache/concurrency/model"))
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    for name, default in asdict(Load()).items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    options = parser.parse_args(arguments)
+    for target in (options.json, options.figure):
+        if target and not target.absolute().parent.is_dir():
+            parser.error(f"no folder for {target}")
+    if options.figure and not has_matplotlib():
+        parser.error("--figure needs matplotlib, which is not installed: pip install matplotlib")
+    return options
+
+
+def write_model(target: Path, load: Load) -> None:
+    """Write the tiny model with the load's shape."""
+    generator = Path(__file__).with_name("make_tiny_dsa.py")
+    shape = ["--layers", str(load.layers), "--leaders", str(load.leaders)]
+    subprocess.run([sys.executable, str(generator), str(target), *shape], check=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    options = parse(arguments)
+    if options.measure:
+        residency, model, fields = json.loads(options.measure)
+        found = measure(residency, Path(model), Load(**fields))
+        options.json.write_text(json.dumps(asdict(found)))
+        return
+    load = Load(**{name: getattr(options, name) for name in asdict(Load())})
+    write_model(options.model, load)
+    results = compare(options.model, load)
+    print(f"\n{table(results)}\n\n{verdict(results)}")
+    if options.json:
+        figures: dict[str, Any] = {"load": asdict(load)}
+        figures |= {residency: asdict(found) for residency, found in results.items()}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.figure:
+        draw(results, options.figure)
+    if len({found.outputs_sha256 for found in results.values()}) > 1:
+        raise SystemExit("error: the output tokens differ between residencies")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
