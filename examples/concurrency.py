@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,16 +26,17 @@ from load_step import prompt
 from load_step_report import has_matplotlib
 
 RESIDENCIES = ("resident", "adaptive")
+SAMPLED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Load:
     """The requests, and the device memory that they share."""
 
-    requests: int = 20
+    requests: int = 16
     prompt_tokens: int = 2048
-    output_tokens: int = 384
-    pool_mib: int = 64
+    output_tokens: int = 256
+    pool_mib: int = 96
     layers: int = 16
     leaders: int = 2
     batched_tokens: int = 256
@@ -44,14 +46,14 @@ class Load:
 class Result:
     """One residency.
 
-    ``concurrency``: requests that decoded together, in at least half as many steps as a request
-    has tokens. ``output_tokens_per_s``: of the whole run, prompts included.
-    ``decode_tokens_per_s``: of the steps that computed no prompt. ``steps``: of the engine.
+    ``concurrency``: requests that ran at a time, median over the run.
+    ``output_tokens_per_s``: of the whole run, prompts included. ``full_tokens_per_s``: of the
+    steps in which as many requests got a token. ``steps``: of the engine.
     """
 
     concurrency: int
     output_tokens_per_s: float
-    decode_tokens_per_s: float
+    full_tokens_per_s: float
     preemptions: int
     steps: int
     seconds: float
@@ -77,11 +79,11 @@ def measure(residency: str, model: Path, load: Load) -> Result:
     )
     engine = llm.llm_engine
     parameters = SamplingParams(temperature=0, max_tokens=load.output_tokens, ignore_eos=True)
-    begin = time.monotonic()
     for number in range(load.requests):
         ids = {"prompt_token_ids": prompt(number, load.prompt_tokens)}
         engine.add_request(str(number), ids, parameters)
     tokens: dict[str, list[int]] = {}
+    running: list[int] = []
     per_step: list[tuple[int, float]] = []
     while engine.has_unfinished_requests():
         start, before = time.monotonic(), sum(map(len, tokens.values()))
@@ -89,43 +91,46 @@ def measure(residency: str, model: Path, load: Load) -> Result:
             tokens[output.request_id] = list(output.outputs[0].token_ids)
         given = sum(map(len, tokens.values())) - before
         per_step.append((given, time.monotonic() - start))
-    seconds = time.monotonic() - begin
-    preemptions = sum(
-        metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
-    )
+        if len(per_step) % SAMPLED_STEPS == 0:
+            running.append(read(llm, "vllm:num_requests_running"))
+    preemptions = read(llm, "vllm:num_preemptions")
     engine.engine_core.shutdown()
-    return result(tokens, per_step, seconds, int(preemptions), load)
+    outputs = [tokens[str(number)] for number in range(load.requests)]
+    return result(outputs, per_step, running, preemptions)
+
+
+def read(llm: Any, name: str) -> int:
+    """Return a counter or gauge of an engine."""
+    return int(sum(metric.value for metric in llm.get_metrics() if metric.name == name))
 
 
 def result(
-    tokens: Mapping[str, Sequence[int]],
+    outputs: Sequence[Sequence[int]],
     per_step: Sequence[tuple[int, float]],
-    seconds: float,
+    running: Sequence[int],
     preemptions: int,
-    load: Load,
 ) -> Result:
     """Sum up a run.
 
     Args:
-        tokens: of each request.
+        outputs: tokens of each request.
         per_step: output tokens and seconds of each step of the engine.
-        seconds: of the whole run.
-        preemptions: in it.
-        load: that was asked for.
+        running: requests that ran, now and then.
+        preemptions: in the run.
 
     """
-    outputs = [list(tokens[str(number)]) for number in range(load.requests)]
-    together = sorted((given for given, _ in per_step), reverse=True)[load.output_tokens // 2]
-    # With nothing to prefill, the requests that run are all that a step has.
-    full = [(given, spent) for given, spent in per_step if given >= together]
+    concurrency = int(statistics.median(running))
+    seconds = sum(spent for _, spent in per_step)
+    full = [(given, spent) for given, spent in per_step if given >= concurrency]
+    full_seconds = sum(spent for _, spent in full)
     return Result(
-        concurrency=together,
+        concurrency=concurrency,
         output_tokens_per_s=round(sum(map(len, outputs)) / seconds, 1),
-        decode_tokens_per_s=round(sum(g for g, _ in full) / sum(s for _, s in full), 1),
+        full_tokens_per_s=round(sum(given for given, _ in full) / full_seconds, 1) if full else 0.0,
         preemptions=preemptions,
         steps=len(per_step),
         seconds=round(seconds, 1),
-        outputs_sha256=hashlib.sha256(json.dumps(outputs).encode()).hexdigest(),
+        outputs_sha256=hashlib.sha256(json.dumps([*map(list, outputs)]).encode()).hexdigest(),
     )
 
 
@@ -144,10 +149,11 @@ def verdict(results: Mapping[str, Result]) -> str:
     resident, adaptive = results["resident"], results["adaptive"]
     is_equal = resident.outputs_sha256 == adaptive.outputs_sha256
     names = {"concurrency": "concurrency", "output_tokens_per_s": "output tokens/s"}
-    names["decode_tokens_per_s"] = "output tokens/s of full steps without prompts"
+    names["full_tokens_per_s"] = "output tokens/s of full steps"
     lines = [
         f"{text}: {getattr(adaptive, name) / getattr(resident, name):.2f} x resident's"
         for name, text in names.items()
+        if getattr(resident, name)
     ]
     return "\n".join([*lines, f"output tokens identical: {'yes' if is_equal else 'NO'}"])
 
@@ -157,7 +163,10 @@ def draw(results: Mapping[str, Result], target: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3), layout="constrained")
-    panels = {"concurrency": "requests decoding together", "output_tokens_per_s": "output tokens/s"}
+    panels = {
+        "concurrency": "requests that ran at a time",
+        "output_tokens_per_s": "output tokens/s",
+    }
     for axes, (name, title) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         axes.bar(list(results), [getattr(found, name) for found in results.values()], 0.6)
         axes.set_title(title)

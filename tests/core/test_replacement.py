@@ -26,6 +26,8 @@ LOADS = {
     "synthetic": (lambda: synthetic_streams(seed=1, steps=700, k=128), 128),
 }
 BUDGETS = (1, 2, 4, 8, 16)  # rows per request, in units of k
+LRU_LIMITS = {("synthetic", 4): 2.15}
+"""LRU misses at most twice as much as MIN, but for one budget: there 2.13 times (CLOCK 1.96)."""
 
 
 @cache
@@ -130,7 +132,7 @@ def test_one_clock_is_close_to_the_best_split_and_to_min(name, share):
     print(f"\n{name}, {share // k} k: {figures}; {ratios}, LRU / MIN {lru / least:.2f}")
     assert clock <= 1.08 * best
     assert clock <= 2 * least
-    assert lru <= 2.2 * least
+    assert lru <= LRU_LIMITS.get((name, share // k), 2) * least
     assert clock <= 1.01 * min(table["equal split"], table["private CLOCKs"])
 
 

@@ -185,6 +185,7 @@ class RandomCapacity:
                     ledger.set_base_units(rng.randrange(4))
             case _:
                 units = ledger.adopt(rng.randrange(20), 0, take_cached=rng.random() < 0.2)
+                units += ledger.recycle(rng.randrange(8))
                 self.num_adopted += len(units)
                 self.num_restored += state._restore(units[: rng.randrange(20)])
         levels = ledger.levels()

@@ -111,6 +111,10 @@ class Hierarchy(RuleBasedStateMachine):
     def give_up(self, num_units):
         self.world.state.ledger.give_up(num_units)
 
+    @rule(num_units=st.integers(1, 6))
+    def recycle(self, num_units):
+        self.world.state.ledger.recycle(num_units)
+
     @rule(reserve=st.integers(0, 40))
     def refill_reserve(self, reserve):
         self.world.state.ledger.refill_reserve(reserve)
