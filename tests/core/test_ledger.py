@@ -219,7 +219,7 @@ def make_ledger_with_ended_units():
     """Units 0 and 1 of a request that runs, 2 and 3 of one that ended; all optional."""
     source, ledger = make_ledger(num_blocks=24, base_units=0)
     for request in "ab":
-        ledger.claim_share(request)
+        ledger.claim_share(request, 0)
         ledger.grow_tail(request, 0, 3)
         ledger.absorb_tail(request, 2)
     ledger.end_request("b")

@@ -280,23 +280,19 @@ class Adaptive(Scheduler):
             num_spec_tokens_to_schedule=0,
         )
         self.state.bind_scheduled(output)
-        self.state.adapt(self.controller, output, fetched_rows=0)
+        self.state.adapt(self.controller, output, fetched_rows=0, working_set_rows=0)
         self.state.take_commands()
 
     def resident_rows(self, request: Request) -> int:
         ledger = self.state.ledger
-        spans = {
-            span.position
-            for span in ledger._span_of_unit.values()
-            if span.request_id == request.request_id
-        }
-        held = len(spans | set(ledger._tails[request.request_id]))
+        tail = set(ledger._tails[request.request_id])
+        held = len(ledger.spans.positions(request.request_id) | tail)
         return min(held * BLOCK_TOKENS, request.num_computed_tokens)
 
     def cache_rows(self) -> int:
         ledger, levels = self.state.ledger, self.state.ledger.levels()
-        whole = len(ledger._span_of_unit)
-        return (levels.required_units + levels.optional_units - whole) * BLOCK_TOKENS
+        places = levels.required_units + levels.optional_units - len(ledger.spans)
+        return places * BLOCK_TOKENS
 
 
 def play(make: Callable[[], Scheduler]) -> Outcome:

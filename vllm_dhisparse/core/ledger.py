@@ -5,12 +5,12 @@ them or gone. It keeps state and executes; how much to hold is its caller's deci
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import filterfalse, islice
+from itertools import chain, filterfalse, islice
 from typing import Literal, NamedTuple, TypeAlias
 
 from vllm_dhisparse.core.block_source import BlockSource
 from vllm_dhisparse.core.commands import Command, UnitAdded, UnitLost, UnitMoved, UnitState
-from vllm_dhisparse.core.spans import MissingSpans, Span
+from vllm_dhisparse.core.spans import MissingSpans, PlacedSpans, Span
 
 LedgerResidency: TypeAlias = Literal["fixed", "adaptive"]
 
@@ -74,9 +74,7 @@ class Ledger:
         self._optional: dict[int, None] = {}
         self._optional_of_block: dict[int, int] = {}
         self._missing = MissingSpans() if missing is None else missing
-        # what an optional or required unit was filled with, as long as nothing replaced it all
-        self._span_of_unit: dict[int, Span] = {}
-        self._units_of_request: dict[str, set[int]] = {}
+        self.spans = PlacedSpans()
         # optional units with a span of a request that has ended, oldest end first
         self._ended: dict[int, None] = {}
         self._num_reclaimed = 0
@@ -118,7 +116,7 @@ class Ledger:
         assert request_id not in self._tails
         self._tails[request_id] = {}
         self._history[request_id] = history_units
-        self._units_of_request[request_id] = set()
+        self.spans.start(request_id)
         self._missing.start(request_id)
         self._require(self.share_units(history_units))
 
@@ -162,7 +160,7 @@ class Ledger:
         positions = range(history, min(end_position, history + len(tail)))
         full = [tail.pop(position) for position in positions]
         for unit, position in zip(full, positions, strict=True):
-            self._set_span(unit, Span(request_id, position))
+            self.spans.put(unit, Span(request_id, position))
         self._history[request_id] = history + len(full)
         more = self.share_units(history + len(full)) - self.share_units(history)
         for unit in full[:more]:
@@ -173,7 +171,7 @@ class Ledger:
     def fill(self, unit: int, span: Span) -> None:
         """Note that an adopted unit gets the rows of a span."""
         assert unit in self._optional
-        self._set_span(unit, span)
+        self.spans.put(unit, span)
 
     def take_reclaimed(self) -> int:
         """Return how many optional units the pool took back since the last call."""
@@ -190,10 +188,8 @@ class Ledger:
         if tail is None:
             return
         self._missing.end(request_id)
-        for unit in sorted(self._units_of_request.pop(request_id)):
-            del self._span_of_unit[unit]
-            if unit in self._optional:
-                self._ended[unit] = None
+        left = self.spans.end(request_id)
+        self._ended.update(dict.fromkeys(unit for unit in left if unit in self._optional))
         for unit in tail.values():
             self._retire(unit)
         self._release_required(self.share_units(self._history.pop(request_id)))
@@ -261,10 +257,8 @@ class Ledger:
             Units given up.
 
         """
-        units = list(islice(self._ended, num_units))
-        if len(units) < num_units:
-            others = filterfalse(self._ended.__contains__, self._optional)
-            units += islice(others, num_units - len(units))
+        others = filterfalse(self._ended.__contains__, self._optional)
+        units = list(islice(chain(self._ended, others), num_units))
         blocks = self._blocks_of(units)
         for unit in units:
             self._forget_optional(unit)
@@ -315,12 +309,8 @@ class Ledger:
         assert len(self._required) == sum(map(self.share_units, self._history.values()))
         assert self._keeps_units or not self._optional
         assert set(self._optional_of_block) == set(by_state[UnitState.OPTIONAL])
-        assert set(self._span_of_unit) <= set(self._blocks)
         assert set(self._ended) <= set(self._optional)
-        assert self._units_of_request.keys() == self._tails.keys()
-        for request_id, units in self._units_of_request.items():
-            assert all(self._span_of_unit[unit].request_id == request_id for unit in units)
-        assert len(self._span_of_unit) == sum(map(len, self._units_of_request.values()))
+        self.spans.check_integrity(self._blocks, self._tails.keys())
         numbers = [*self._blocks, *self._free_numbers]
         assert sorted(numbers) == list(range(len(numbers)))
         assert all(number < self.max_units for number in self._blocks)
@@ -383,14 +373,9 @@ class Ledger:
         del self._blocks[unit]
         self._free_numbers.append(unit)
         self._log.append(UnitLost(unit))
-        span = self._span_of_unit.pop(unit, None)
+        span = self.spans.take(unit)
         if span is not None:
-            self._units_of_request[span.request_id].remove(unit)
             self._missing.miss([span])
-
-    def _set_span(self, unit: int, span: Span) -> None:
-        self._span_of_unit[unit] = span
-        self._units_of_request[span.request_id].add(unit)
 
     def _forget_optional(self, unit: int) -> None:
         del self._optional[unit]
