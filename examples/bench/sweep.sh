@@ -19,10 +19,10 @@
 # Results: .cache/bench/NAME/, one folder for each pair, and summary.csv.
 set -euo pipefail
 case ${1-} in -h | --help) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+here=examples/bench port=${PORT:-8000} input=${INPUT_TOKENS:-2000} output=${OUTPUT_TOKENS:-128}
+load=$(realpath -m "${LOAD:-load_step}") residencies=${RESIDENCIES:+$(realpath -m "$RESIDENCIES")}
 cd "$(dirname "$0")/../.."
-here=examples/bench load=${LOAD:-load_step} port=${PORT:-8000}
-input=${INPUT_TOKENS:-2000} output=${OUTPUT_TOKENS:-128}
-[ -f "$load" ] || load=$here/$load.json
+[ -f "$load" ] || load=$here/${LOAD:-load_step}.json
 [ -f "$load" ] || { echo "error: no file $load; see --help" >&2; exit 2; }
 python -c 'import pandas' 2>/dev/null || {
     echo "error: vllm bench sweep needs pandas: pip install pandas" >&2
@@ -33,8 +33,10 @@ serve_options=${SERVE_OPTIONS-}
 if [ -z "${MODEL-}" ]; then
     MODEL=.cache/bench/model
     python examples/make_tiny_dsa.py "$MODEL" --layers 8 --leaders 2
-    # A third of what sixteen requests have, so that memory is short.
-    serve_options="--dtype float32 --kv-cache-memory-bytes 64M $serve_options"
+    # A third of what sixteen requests have, so that memory is short under high load, and small
+    # steps, since memory for one of them is kept plain.
+    serve_options="--dtype float32 --kv-cache-memory-bytes 80M --max-num-seqs 16 \
+        --max-num-batched-tokens 512 $serve_options"
     export HF_HUB_OFFLINE=1
 fi
 export PROMETHEUS_DISABLE_CREATED_SERIES=true
@@ -42,7 +44,7 @@ export PROMETHEUS_DISABLE_CREATED_SERIES=true
 vllm bench sweep serve \
     --serve-cmd "vllm serve $MODEL --served-model-name dsa --host 127.0.0.1 --port $port \
         --attention-backend DHISPARSE --max-model-len $((input + output + 64)) $serve_options" \
-    --serve-params "${RESIDENCIES:-$here/residencies.json}" \
+    --serve-params "${residencies:-$here/residencies.json}" \
     --bench-cmd "python $here/bench.py --model dsa --tokenizer $MODEL --host 127.0.0.1 --port $port \
         --dataset-name random --random-input-len $input --random-output-len $output \
         --ignore-eos --seed 0 --disable-tqdm" \

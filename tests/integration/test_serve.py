@@ -82,8 +82,18 @@ def test_two_api_servers_agree_on_the_metrics(tiny_dsa, tmp_path, expected):
         with ThreadPoolExecutor() as pool:
             answers = list(pool.map(lambda ids: completion(server, ids), prompts(70, 300, 900)))
         assert answers == expected
+        capacities = set()
         for _ in range(6):  # whichever of the two answers
-            assert decoded(server.metrics()) == 2 * 3 * 11 * 64
+            found = server.metrics()
+            assert decoded(found) == 2 * 3 * 11 * 64
+            info = [name for name in found if name.startswith("vllm:dhisparse_mode_info")]
+            assert [found[name] for name in info] == [1]
+            states = ("grow", "hold", "shrink", "reclaim")
+            assert sum(found[f"vllm:dhisparse_controller_state{{{each}}}"] for each in states) == 1
+            classes = [name for name in found if name.startswith("vllm:dhisparse_residency_bytes")]
+            capacities.add(sum(found[name] for name in classes))
+        assert len(capacities) == 1
+        assert min(capacities) > 0
 
 
 SPAWNED = """
