@@ -54,7 +54,7 @@ def test_rows_bytes_and_pages_of_one_request(tiny_dsa):
         assert found["residency_bytes{tail}"] == UNIT
         assert found["residency_bytes{required}"] == 2 * UNIT
         assert found["residency_rows{required}"] == 2 * 64
-        assert found["residency_rows{optional}"] == 0
+        assert "residency_rows{optional}" not in found  # zero
         assert found["residency_bytes{indexer}"] == 2 * BLOCK
         assert found["residency_bytes{free}"] == (100 - 3 * 3 - 2) * BLOCK
         assert (found["host_pool_pages{held}"], found["host_pool_pages{free}"]) == (2, 8)
