@@ -9,6 +9,7 @@ without sense that ends at its length limit.
 
 import argparse
 import json
+import math
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class TinyDsa:
         index_heads: heads of the indexer.
         dtype: ``float32`` or ``bfloat16``.
         seed: of the random weights.
+        context_gain: what the layers add to a token's embedding, in units of that. Drafters
+            guess the token after a token well where it is low.
 
     Raises:
         ValueError: a setting is outside of its range; the message names it.
@@ -65,6 +68,7 @@ class TinyDsa:
     index_heads: int = 4
     dtype: str = "float32"
     seed: int = 0
+    context_gain: float = 3.5
 
     def __post_init__(self) -> None:
         _require_one_of("architecture", self.architecture, ARCHITECTURES)
@@ -76,6 +80,8 @@ class TinyDsa:
             value = getattr(self, name)
             if value < 64 or value % 64:
                 raise ValueError(f"{name} must be a positive multiple of 64, not {value}")
+        if not 0 <= self.context_gain < math.inf:
+            raise ValueError(f"context_gain must be at least 0, not {self.context_gain}")
         if self.leaders is None:
             return
         if not 1 <= self.leaders <= self.layers:
@@ -116,6 +122,7 @@ def write(settings: TinyDsa, directory: Path | str) -> None:
         printable_tokens(tokenizer),
         DTYPES[settings.dtype],
         settings.seed,
+        settings.context_gain,
     )
     (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 
@@ -190,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
         assert field.default is not MISSING
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            type=str if isinstance(field.default, str) else int,
+            type=int if field.default is None else type(field.default),
             default=field.default,
             help=f"default: {field.default}",
         )

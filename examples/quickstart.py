@@ -114,6 +114,17 @@ async def ask(port: int, count: int, target: str | None = None) -> None:
         "preemptions": int(total(samples, "vllm:num_preemptions_total")),
         "outputs_sha256": hashlib.sha256("\0".join(a[0] for a in answers).encode()).hexdigest(),
     }
+    proposed, accepted = (
+        int(total(samples, f"vllm:spec_decode_num_{kind}_tokens_total"))
+        for kind in ("draft", "accepted")
+    )
+    if proposed:
+        missing = decoded(samples, "vllm:dhisparse_selected_rows_total", tier="host")
+        report |= {
+            "proposed_drafts": proposed,
+            "accepted_drafts": accepted,
+            "sharing_gain": round(missing / fetched, 2) if fetched else 1.0,
+        }
     print(f"\n{output_tokens} output tokens in {seconds:.1f} s, prompts included (CPU)")
     print("on /metrics (only series that are not zero):")
     for name, labels, value in samples:
@@ -127,6 +138,9 @@ async def ask(port: int, count: int, target: str | None = None) -> None:
     print(f"\nwhile decoding, residency {residency}:")
     print(f"  {selected:,} rows selected, found in: {places}")
     print(f"  {fetched:,} rows fetched from host memory; fetch ratio {report['fetch_ratio']}")
+    if proposed:
+        print(f"  {accepted:,} of {proposed:,} draft tokens accepted")
+        print(f"  each fetched row served {report['sharing_gain']} selections of missing rows")
     if target:
         Path(target).write_text(json.dumps(report, indent=2) + "\n")
 

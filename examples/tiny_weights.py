@@ -11,8 +11,6 @@ from torch import Tensor
 # Attention logits get a deviation of about QUERY_GAIN: a query then reads a few of its
 # selected rows, not their mean, so that one wrong row changes the output.
 QUERY_GAIN = 4.0
-# Deviation of all layers' contributions together, in units of the token embedding's.
-CONTEXT_GAIN = 3.5
 LOGIT_DEVIATION = 2.5
 # Channel 0 of the residual stream is the same for every token; only the indexer reads it,
 # through channel 0 of the query latent. So some rows are important to every query, and the
@@ -26,6 +24,7 @@ def make_weights(
     spoken: Sequence[int],
     dtype: torch.dtype,
     seed: int,
+    context_gain: float,
 ) -> dict[str, Tensor]:
     """All tensors of the checkpoint by name; equal arguments give equal bytes.
 
@@ -39,8 +38,10 @@ def make_weights(
         spoken: ids of the tokens that may be generated; the others have logit 0.
         dtype: of every tensor but the router's correction bias, which is float32.
         seed: of the random numbers.
+        context_gain: deviation of all layers' contributions together, in units of the
+            token embedding's.
     """
-    source = _Source(seed)
+    source = RandomSource(seed)
     hidden_size, vocab_size = config["hidden_size"], config["vocab_size"]
     embeddings = source.normal(vocab_size, hidden_size)
     embeddings[:, 0] = 0
@@ -53,12 +54,16 @@ def make_weights(
         "model.norm.weight": source.scale(hidden_size),
         "lm_head.weight": head,
     }
+    gain = context_gain / math.sqrt(2 * config["num_hidden_layers"])
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        attention = _attention(config, source, layer in leaders)
+        attention = _attention(config, source, layer in leaders, gain)
         is_dense = layer < config["first_k_dense_replace"]
         dense_size = config["intermediate_size"]
-        mlp = _mlp(config, source, "mlp.", dense_size) if is_dense else _experts(config, source)
+        if is_dense:
+            mlp = make_mlp(config, source, "mlp.", dense_size, gain)
+        else:
+            mlp = _experts(config, source, gain)
         weights |= {prefix + name: tensor for name, tensor in chain(attention, mlp)}
     return {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
@@ -66,16 +71,18 @@ def make_weights(
     }
 
 
-class _Source:
+class RandomSource:
     """Random tensors, float32, in a fixed order."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
+        """Values of deviation one."""
         return torch.randn(*shape, generator=self._generator)
 
     def permutation(self, size: int) -> Tensor:
+        """The numbers below ``size`` in random order."""
         return torch.randperm(size, generator=self._generator)
 
     def matrix(self, outputs: int, inputs: int, gain: float = 1.0) -> Tensor:
@@ -99,12 +106,8 @@ class _Source:
         return self.normal(size).mul(0.1).add(1)
 
 
-def _branch_gain(config: Mapping[str, Any]) -> float:
-    return CONTEXT_GAIN / math.sqrt(2 * config["num_hidden_layers"])
-
-
 def _attention(
-    config: Mapping[str, Any], source: _Source, is_leader: bool
+    config: Mapping[str, Any], source: RandomSource, is_leader: bool, gain: float
 ) -> Iterator[tuple[str, Tensor]]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     query_rank, latent = config["q_lora_rank"], config["kv_lora_rank"]
@@ -120,7 +123,7 @@ def _attention(
     yield "self_attn.kv_a_proj_with_mqa.weight", source.reader(latent + rope, hidden)
     yield "self_attn.kv_a_layernorm.weight", source.scale(latent)
     yield "self_attn.kv_b_proj.weight", source.matrix(heads * (nope + value), latent)
-    output = source.writer(hidden, heads * value, _branch_gain(config))
+    output = source.writer(hidden, heads * value, gain)
     yield "self_attn.o_proj.weight", output
     if is_leader:
         index_heads, index_size = config["index_n_heads"], config["index_head_dim"]
@@ -136,20 +139,24 @@ def _attention(
         yield prefix + "weights_proj.weight", head_weights
 
 
-def _experts(config: Mapping[str, Any], source: _Source) -> Iterator[tuple[str, Tensor]]:
+def _experts(
+    config: Mapping[str, Any], source: RandomSource, gain: float
+) -> Iterator[tuple[str, Tensor]]:
     hidden, experts = config["hidden_size"], config["n_routed_experts"]
     size = config["moe_intermediate_size"]
     yield "mlp.gate.weight", source.reader(experts, hidden)
     yield "mlp.gate.e_score_correction_bias", 0.1 * source.normal(experts)
     for expert in range(experts):
-        yield from _mlp(config, source, f"mlp.experts.{expert}.", size)
-    yield from _mlp(config, source, "mlp.shared_experts.", size * config["n_shared_experts"])
+        yield from make_mlp(config, source, f"mlp.experts.{expert}.", size, gain)
+    shared_size = size * config["n_shared_experts"]
+    yield from make_mlp(config, source, "mlp.shared_experts.", shared_size, gain)
 
 
-def _mlp(
-    config: Mapping[str, Any], source: _Source, prefix: str, size: int
+def make_mlp(
+    config: Mapping[str, Any], source: RandomSource, prefix: str, size: int, gain: float
 ) -> Iterator[tuple[str, Tensor]]:
+    """The three matrices of a gated MLP that adds values of deviation ``gain``."""
     hidden = config["hidden_size"]
     yield prefix + "gate_proj.weight", source.reader(size, hidden)
     yield prefix + "up_proj.weight", source.reader(size, hidden)
-    yield prefix + "down_proj.weight", source.writer(hidden, size, _branch_gain(config))
+    yield prefix + "down_proj.weight", source.writer(hidden, size, gain)

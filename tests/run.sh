@@ -12,3 +12,5 @@ ruff format --check .
 mypy
 echo "[3/3] tests"
 pytest "$@"
+# These need another environment, before anything is imported.
+[ $# -gt 0 ] || bash tests/speculation/run.sh

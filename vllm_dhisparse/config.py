@@ -9,6 +9,7 @@ from typing import Any
 from vllm_dhisparse.core.controller import ResidencyController
 
 RESIDENCIES = ("resident", "fixed", "adaptive")
+DRAFT_KV = ("ring", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class DHiSparseConfig:
             least 4 units.
         stats_interval_steps: steps between two looks at the ages of hit rows and at what
             each request reads, for the metrics.
+        draft_kv: ``ring``: windowed layers of a drafter keep only the rows that a draft can
+            see, whatever the context. ``full``: vLLM's own managers keep draft KV.
+        draft_window_tokens: window for the layers of a drafter that attends to all tokens,
+            so that rings can hold its KV. Changes what the drafter proposes, never what is
+            accepted. Default: none.
         huge_pages: whether the host pool asks for 2 MiB pages.
         numa_nodes: memory node of the host pool of each tensor-parallel rank. Default: as
             the operating system chooses.
@@ -62,20 +68,20 @@ class DHiSparseConfig:
     adopt_units_per_step: int | None = None
     restore_rows_per_step: int = 2048
     stats_interval_steps: int = 32
+    draft_kv: str = "ring"
+    draft_window_tokens: int | None = None
     huge_pages: bool = True
     numa_nodes: Sequence[int] | None = None
     record_traces: str | None = None
 
     def __post_init__(self) -> None:
-        if self.residency not in RESIDENCIES:
-            raise ValueError(
-                f"dhisparse.residency must be one of: {', '.join(RESIDENCIES)}; "
-                f"got {self.residency!r}"
-            )
+        _require_one_of("residency", self.residency, RESIDENCIES)
+        _require_one_of("draft_kv", self.draft_kv, DRAFT_KV)
         _require_positive("host_pool_gib", self.host_pool_gib)
         _require_whole("fixed_rows_per_request", self.fixed_rows_per_request, least=0)
         _require_whole("base_rows_per_request", self.base_rows_per_request, least=0)
         _require_whole("staging_rows", self.staging_rows, least=1)
+        _require_whole("draft_window_tokens", self.draft_window_tokens, least=1)
         _require_whole("head_reserve_blocks", self.head_reserve_blocks, least=0)
         _require_whole("stats_interval_steps", self.stats_interval_steps, least=1, or_none=False)
         try:
@@ -133,6 +139,11 @@ class DHiSparseConfig:
                     f"unknown setting dhisparse.{key}{hint} Known settings: {', '.join(known)}"
                 )
         return cls(**settings)
+
+
+def _require_one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"dhisparse.{name} must be one of: {', '.join(known)}; got {value!r}")
 
 
 def _require_positive(name: str, value: Any) -> None:

@@ -70,7 +70,8 @@ TRANSFER_BYTES = Metric(
 RESIDENCY_BYTES = Metric(
     "residency_bytes",
     "gauge",
-    "Device KV memory by use, of one tensor-parallel rank; the classes sum to the capacity.",
+    "Device KV memory by use, of one tensor-parallel rank; the classes sum to the capacity. "
+    "draft_ring: all draft KV.",
     (("residency_class", RESIDENCY_CLASSES),),
 )
 RESIDENCY_ROWS = Metric(
@@ -121,6 +122,31 @@ WORKING_SET_ROWS = Metric(
     "gauge",
     "Cached rows that get all but a hundredth of the hits, and those just fetched; of one index "
     "group, when last sampled.",
+)
+
+STAGING_ACQUIRES = Metric(
+    "staging_acquires",
+    "counter",
+    "Times that a layer took the one staging area for a pass over the rows of a step.",
+    (("phase", PHASES),),
+)
+RETRIEVAL_SECONDS = Metric(
+    "retrieval_seconds",
+    "counter",
+    "Time in which workers resolved selections and brought their rows to staging. A step that "
+    "generates counts as decode or verify, prompts in it included.",
+    (("phase", PHASES),),
+)
+DRAFT_RING_ROWS = Metric(
+    "draft_ring_rows",
+    "gauge",
+    "Rows of draft rings, of one layer: held by running requests; written, of them with tokens.",
+    (("state", ("held", "written")),),
+)
+DRAFT_RING_WRAPS = Metric(
+    "draft_ring_wraps",
+    "counter",
+    "Times that a request's draft ring came back to its first block.",
 )
 
 CONTROLLER_STATES = ("grow", "hold", "shrink", "reclaim")
@@ -193,6 +219,10 @@ METRICS = (
     UNION_ROWS,
     SAMPLED_HITS,
     WORKING_SET_ROWS,
+    STAGING_ACQUIRES,
+    RETRIEVAL_SECONDS,
+    DRAFT_RING_ROWS,
+    DRAFT_RING_WRAPS,
     KV_PRESSURE,
     CONTROLLER_STATE,
     CONTROLLER_DECISIONS,

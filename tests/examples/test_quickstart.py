@@ -62,6 +62,21 @@ def test_it_serves_reports_and_stops(tmp_path):
     assert not servers()
 
 
+def test_it_speculates(tmp_path):
+    target = tmp_path / "report.json"
+    process = start("--requests", "2", "--json", str(target), "--speculate", "dspark")
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, output
+    report = json.loads(target.read_text())
+    assert report["output_tokens"] == 2 * 64
+    assert report["proposed_drafts"] >= report["accepted_drafts"] > report["proposed_drafts"] / 4
+    assert report["sharing_gain"] > 1
+    assert "draft_ring_rows {'state': 'held'}" in output
+    log = (ROOT / ".cache" / "quickstart" / "server.log").read_text()
+    assert "runs on this machine in Triton's interpreter" in log
+    assert not servers()
+
+
 def test_it_stops_cleanly_when_interrupted():
     process = start("--requests", "2")
     assert process.stdout is not None
@@ -81,6 +96,7 @@ def test_it_stops_cleanly_when_interrupted():
         (["--prot", "1"], "unknown option --prot"),
         (["--port"], "--port needs a value"),
         (["--requests", "none"], "--requests needs a positive number"),
+        (["--speculate", "all"], "--speculate must be dspark or dflash2"),
         (["--residency", "all"], "--residency must be adaptive, fixed or resident"),
         (["--port", "80000"], "port 80000 cannot be used"),
     ],

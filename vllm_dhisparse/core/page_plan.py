@@ -22,7 +22,8 @@ class PagePlan:
     indexer_block_tokens: int
     """Also the tokens of one host page."""
     drafter_block_tokens: int | None
-    """Largest draft block whose page fits; None without a drafter."""
+    """Largest draft block whose page fits and that divides the indexer block, at whose borders
+    prefix hits end; None without a drafter."""
 
     @property
     def page_size_padded(self) -> int | None:
@@ -56,7 +57,8 @@ def plan_pages(
         latent_row_bytes: one token's latent row in one layer.
         indexer_row_bytes: one token's indexer key (and scale) in one layer.
         drafter_row_bytes: one token's draft key and value in one layer and rank.
-        drafter_block_multiple: the draft block is a multiple of this, in tokens.
+        drafter_block_multiple: the draft block is a multiple of this, in tokens; a divisor
+            of 64.
 
     Raises:
         ValueError: a size is not positive, or the smallest draft page is so large that
@@ -87,7 +89,14 @@ def plan_pages(
         )
     draft_block = None
     if drafter_row_bytes is not None:
-        draft_block = page // drafter_row_bytes // drafter_block_multiple * drafter_block_multiple
+        indexer_block = ratio * UNIT_ROWS
+        draft_block = next(
+            block
+            for block in range(indexer_block, 0, -1)
+            if indexer_block % block == 0
+            and block % drafter_block_multiple == 0
+            and block * drafter_row_bytes <= page
+        )
     return PagePlan(
         latent_block_tokens=UNIT_ROWS,
         latent_page_bytes=latent_page,

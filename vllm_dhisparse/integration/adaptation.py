@@ -29,7 +29,7 @@ def controller_for(
     """Return the controller of an engine; by default its reserve is what one step can take.
 
     That is a full batch of new tokens and one more started block per request in every
-    group, and one admitted base share.
+    group, and one admitted request's base share and draft ring.
     """
     groups = state.ledger.num_groups
     if config.head_reserve_blocks is not None:
@@ -37,7 +37,7 @@ def controller_for(
     scheduler = vllm_config.scheduler_config
     blocks = state.growth_blocks(scheduler.max_num_batched_tokens)
     blocks += cdiv(scheduler.max_num_seqs, 64) * groups
-    return config.controller(blocks + state.ledger.base_units * groups, groups)
+    return config.controller(blocks + state.share_blocks(), groups)
 
 
 def shortens_drafts(vllm_config: "VllmConfig") -> bool:

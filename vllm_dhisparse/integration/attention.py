@@ -1,5 +1,6 @@
 """The DHISPARSE attention backend: sparse MLA over rows, wherever they live."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,11 +25,11 @@ class LatentPlan(NamedTuple):
     """What the latent layers' spec needs beyond vLLM's.
 
     ``page_size_padded``: bytes of a page, None = no padding; ``base_units``: required
-    units of a running request.
+    units of a running request, None = the whole history is resident.
     """
 
     page_size_padded: int | None
-    base_units: int
+    base_units: int | None
 
 
 class DHiSparseBackend(AttentionBackend):
@@ -63,9 +64,11 @@ class DHiSparseBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Return the spec of latent layers under ``latent``, or vLLM's own when resident."""
+        """Return the spec of latent layers under ``latent``; vLLM's kind when resident."""
         if cls.latent is None:
             return spec
+        if cls.latent.base_units is None:
+            return replace(spec, page_size_padded=cls.latent.page_size_padded)
         return DHiSparseLatentSpec(
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,

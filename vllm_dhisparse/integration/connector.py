@@ -31,6 +31,7 @@ from vllm_dhisparse.integration.adaptation import (
     shortens_drafts,
 )
 from vllm_dhisparse.integration.attention import DHiSparseImpl
+from vllm_dhisparse.integration.draft_ring import DraftRingManager, DraftRingSpec, draft_rings
 from vllm_dhisparse.integration.geometry import geometry
 from vllm_dhisparse.integration.host_budget import refuse_small_pool
 from vllm_dhisparse.integration.layers import HierarchyLayer, ResidentLayer
@@ -47,6 +48,8 @@ from vllm_dhisparse.integration.trace_recorder import (
 )
 from vllm_dhisparse.integration.worker_state import WorkerState
 from vllm_dhisparse.metrics import (
+    DRAFT_RING_ROWS,
+    DRAFT_RING_WRAPS,
     HOST_POOL_BYTES,
     HOST_POOL_PAGES,
     HOST_POOL_WAITS,
@@ -69,11 +72,13 @@ logger = init_logger("vllm.dhisparse")
 
 @dataclass(frozen=True)
 class StepMetadata(KVConnectorMetadata):
-    """What one step tells the workers; residency ``resident`` has no commands.
+    """What one step tells the workers.
 
-    ``recorded``: under ``record_traces`` who is in the step.
+    ``ring_blocks``: of draft rings that requests claimed in this step; ``commands``: none
+    under residency ``resident``; ``recorded``: under ``record_traces`` who is in the step.
     """
 
+    ring_blocks: tuple[int, ...]
     commands: StepCommands | None
     recorded: RecordedStep | None = None
 
@@ -106,6 +111,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._sizes = geometry(vllm_config)
         self._scheduler_state: SchedulerState | None = None
         self._worker: WorkerState | None = None
+        self._ring_caches: list[torch.Tensor] = []
+        self._rings: list[DraftRingManager] = []
         self._is_registered = False
         self._controller: ResidencyController | None = None
         self._fetched_rows = 0
@@ -147,6 +154,9 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
                 "first"
             )
         self._is_registered = True
+        groups = self._kv_cache_config.kv_cache_groups
+        rings = [group for group in groups if isinstance(group.kv_cache_spec, DraftRingSpec)]
+        self._ring_caches = [kv_caches[name] for group in rings for name in group.layer_names]
         ops = data_plane("cpu")
         context = self._vllm_config.compilation_config.static_forward_context
         layers = latent_layers(kv_caches, context)
@@ -177,6 +187,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, StepMetadata)
         if self._recorder is not None and connector_metadata.recorded is not None:
             self._recorder.begin_step(connector_metadata.recorded)
+        for cache in self._ring_caches:
+            cache[list(connector_metadata.ring_blocks)] = 0
         if connector_metadata.commands is not None:
             assert self._worker is not None
             self._worker.apply(connector_metadata.commands)
@@ -213,6 +225,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Build the scheduler's part of the hierarchy."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._rings = draft_rings(kv_cache_manager)
         if self._sizes.config.residency != "resident":
             refuse_small_pool(self._vllm_config, self._sizes, self._num_pages)
             logger.info(
@@ -260,13 +273,14 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Return this step's message to the workers."""
+        ring_blocks = tuple(block for ring in self._rings for block in ring.take_claimed())
         state = self._scheduler_state
         recorded = None
         if self._sizes.config.record_traces is not None:
             assert self._kv_cache_manager is not None
             recorded = recorded_step(scheduler_output, self._kv_cache_manager)
         if state is None:
-            return StepMetadata(None, recorded)
+            return StepMetadata(ring_blocks, None, recorded)
         state.bind_scheduled(scheduler_output)
         if self._controller is not None:
             fetched_rows, self._fetched_rows = self._fetched_rows, 0  # a report counts once
@@ -276,7 +290,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler_output.num_spec_tokens_to_schedule = done.draft_tokens
             unit_bytes = self._block_bytes * state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
-        return StepMetadata(state.take_commands(), recorded)
+        return StepMetadata(ring_blocks, state.take_commands(), recorded)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -295,6 +309,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
                 waits := self._scheduler_state.take_page_waits()
             ):
                 stats.add(HOST_POOL_WAITS.key(), waits)
+            if wraps := sum(ring.take_wraps() for ring in self._rings):
+                stats.add(DRAFT_RING_WRAPS.key(), wraps)
             stats.data["gauges"].update(self._levels(self._kv_cache_manager))
             return stats
         return self._counters.take_stats()
@@ -315,6 +331,10 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             pool_bytes = state.pages.num_pages * self._sizes.page_bytes * ranks
             gauges[HOST_POOL_BYTES.key()] = float(pool_bytes)
             gauges[WORKING_SET_ROWS.key()] = float(self._working_set_rows)
+        rings = self._rings
+        held = sum(ring.num_rings * ring.ring_blocks * ring.block_size for ring in rings)
+        gauges[DRAFT_RING_ROWS.key("held")] = held
+        gauges[DRAFT_RING_ROWS.key("written")] = sum(ring.num_written_rows() for ring in rings)
         return gauges
 
     @classmethod

@@ -23,7 +23,7 @@ def backend_for(vllm_config: VllmConfig) -> type[DHiSparseBackend]:
     """Return the backend whose latent spec fits the engine's residency."""
     sizes = geometry(vllm_config)
     if sizes.config.residency == "resident":
-        return DHiSparseBackend
+        return planned_backend(LatentPlan(sizes.plan.resident_page_size_padded, None))
     return planned_backend(LatentPlan(sizes.plan.page_size_padded, sizes.base_units))
 
 

@@ -7,9 +7,13 @@ import torch
 from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.core.page_plan import PagePlan, plan_pages
+from vllm_dhisparse.integration.names import DRAFTS_WITH_CACHE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+_DRAFT_BLOCK_MULTIPLE = 32
+"""Of the tokens in a draft block: what vLLM's CPU attention takes."""
 
 
 class Geometry(NamedTuple):
@@ -73,15 +77,31 @@ def geometry(vllm_config: "VllmConfig") -> Geometry:
         rows, default = config.base_rows_per_request, hf_config.index_topk
     rows = min(default if rows is None else rows, model.max_model_len)
     itemsize = model.dtype.itemsize
+    plan = plan_pages(
+        row_size * itemsize,
+        hf_config.index_head_dim * itemsize,
+        _drafter_row_bytes(vllm_config),
+        _DRAFT_BLOCK_MULTIPLE,
+    )
     return Geometry(
         config=config,
         row_size=row_size,
         dtype=model.dtype,
         num_layers=hf_config.num_hidden_layers,
-        plan=plan_pages(row_size * itemsize, hf_config.index_head_dim * itemsize),
+        plan=plan,
         base_units=-(-rows // UNIT_ROWS),
         staging_rows=_staging_rows(vllm_config, config, hf_config.index_topk),
     )
+
+
+def _drafter_row_bytes(vllm_config: "VllmConfig") -> int | None:
+    """Return the bytes of a token's key and value in one draft layer, None without a drafter."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method not in DRAFTS_WITH_CACHE:
+        return None
+    draft = speculation.draft_model_config
+    heads = draft.get_num_kv_heads(speculation.draft_parallel_config)
+    return int(2 * heads * draft.get_head_size() * draft.dtype.itemsize)
 
 
 def _staging_rows(vllm_config: "VllmConfig", config: DHiSparseConfig, top_k: int) -> int:

@@ -1,5 +1,6 @@
 """What one attention layer does with its rows, by residency."""
 
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -114,16 +115,21 @@ class HierarchyLayer:
     ) -> torch.Tensor:
         """Resolve (leaders), then retrieve and attend for each plan."""
         worker = self._worker
+        seconds = -perf_counter()
         if self._is_leader:
             worker.resolve(selected, self._place.index_group)
         assert worker.resolution is not None
+        seconds += perf_counter()
         host = self._place.host
         unit_blocks = worker.tables.unit_blocks[:, self._place.latent_group]
         out = query.new_empty(*query.shape[:2], value_size)
         for plan in worker.resolution.plans:
+            seconds -= perf_counter()
             rows = worker.ops.retrieve(plan, kv_cache, unit_blocks, host, worker.staging)
+            seconds += perf_counter()
             part = slice(plan.first, plan.last)
             out[part] = worker.ops.attend(
                 query[part], rows, plan.remap, scale, value_size, worker.scratch
             )
+        worker.counters.add_retrieval(metadata, len(worker.resolution.plans), seconds)
         return out

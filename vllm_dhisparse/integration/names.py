@@ -7,3 +7,4 @@ HOST_PAGES = "dhisparse_host_pages"
 """Key in the connector's extra configuration that carries the number to all processes."""
 KV_CACHE_DTYPES = ("auto", "bfloat16")
 DRAFTS_WITHOUT_CACHE = ("ngram", "suffix", "custom_class")
+DRAFTS_WITH_CACHE = ("dflash", "dspark")

@@ -14,6 +14,7 @@ from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
 from vllm_dhisparse.integration.compat import unsupported_reason
 from vllm_dhisparse.integration.refusals import refuse_connector_alone, refuse_unsupported
+from vllm_dhisparse.integration.v2_runner import choose_runner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +63,7 @@ class DHiSparseCpuPlatform(_StockPlatform):
             if reason := unsupported_reason():
                 raise ValueError(reason)
             refuse_unsupported(vllm_config)
+            choose_runner(vllm_config)
         else:
             refuse_connector_alone(vllm_config)
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config

@@ -3,6 +3,8 @@
 import logging
 from importlib import import_module
 
+from vllm_dhisparse.integration.v2_runner import prepare_process
+
 logger = logging.getLogger("vllm.dhisparse")
 
 _PLATFORM = "vllm_dhisparse.integration.platform.DHiSparseCpuPlatform"
@@ -29,6 +31,7 @@ def platform() -> str | None:
 
         if cpu_platform_plugin() is None:
             return None
+        prepare_process()
         import_module(_PLATFORM.rpartition(".")[0])  # fails here rather than in vLLM
         return _PLATFORM
     except Exception as error:
@@ -55,9 +58,13 @@ def _register() -> None:
 
     from vllm_dhisparse.integration.connector_registration import register_connector
     from vllm_dhisparse.integration.cpu_layers import register_layers
+    from vllm_dhisparse.integration.draft_ring import register_ring_spec
     from vllm_dhisparse.integration.manager import register_latent_spec
+    from vllm_dhisparse.integration.speculators import register_speculators
 
     register_backend(_BACKEND)
     register_connector()
     register_layers()
     register_latent_spec()
+    register_ring_spec()
+    register_speculators()

@@ -3,9 +3,12 @@
 from typing import TYPE_CHECKING
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
+from vllm_dhisparse.integration.draft_window import attends_to_all
+from vllm_dhisparse.integration.geometry import dhisparse_config
 from vllm_dhisparse.integration.names import (
     ARCHITECTURES,
     CONNECTOR,
+    DRAFTS_WITH_CACHE,
     DRAFTS_WITHOUT_CACHE,
     HOST_PAGES,
     KV_CACHE_DTYPES,
@@ -144,9 +147,19 @@ def _parallelism(vllm_config: "VllmConfig") -> list[str]:
 
 def _speculation(vllm_config: "VllmConfig") -> list[str]:
     speculation = vllm_config.speculative_config
+    window = dhisparse_config(vllm_config).draft_window_tokens
     if speculation is None or speculation.method in DRAFTS_WITHOUT_CACHE:
-        return []
-    return [
-        f"speculative method {speculation.method} keeps draft KV in the same pool, which is not "
-        f"part of this release yet; use one of {', '.join(DRAFTS_WITHOUT_CACHE)}, or none"
-    ]
+        return ["dhisparse.draft_window_tokens needs a drafter; remove it"] if window else []
+    if speculation.method not in DRAFTS_WITH_CACHE:
+        return [
+            f"speculative method {speculation.method} keeps draft KV that this package does not "
+            f"place; use one of {', '.join(DRAFTS_WITH_CACHE + DRAFTS_WITHOUT_CACHE)}, or none"
+        ]
+    if speculation.draft_model_config.use_mla:
+        return [
+            f"drafter {speculation.draft_model_config.model} keeps latent rows; draft KV of "
+            "ordinary attention layers only is supported"
+        ]
+    if window and not attends_to_all(speculation.draft_model_config.hf_config):
+        return ["dhisparse.draft_window_tokens: the drafter's layers have windows; remove it"]
+    return []

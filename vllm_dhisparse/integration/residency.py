@@ -3,7 +3,10 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+
 from vllm_dhisparse.core.ledger import LedgerLevels
+from vllm_dhisparse.integration.draft_ring import DraftRingManager
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.metrics import RESIDENCY_CLASSES
 
@@ -32,6 +35,9 @@ def residency_bytes(
         for group, blocks in zip(
             config.kv_cache_groups, _blocks_in_use(manager, config), strict=True
         ):
+            if _is_draft(group):
+                usage["draft_ring"] += blocks * bytes_per_block
+                continue
             indexer = round(blocks * bytes_per_block * _indexer_share(group, config))
             usage["indexer"] += indexer
             usage["tail"] += blocks * bytes_per_block - indexer
@@ -44,9 +50,23 @@ def residency_bytes(
     usage["tail"] = units.tail_units * unit_bytes
     usage["required"] = units.required_units * unit_bytes
     usage["optional"] = units.optional_units * unit_bytes
+    draft_blocks = sum(
+        blocks
+        for group, blocks in zip(
+            config.kv_cache_groups, _blocks_in_use(manager, config), strict=True
+        )
+        if _is_draft(group)
+    )
+    usage["draft_ring"] = draft_blocks * bytes_per_block
     usage["free"] = units.free_blocks * bytes_per_block - usage["optional"]
     usage["indexer"] = (config.num_blocks - 1) * bytes_per_block - usage.total()
     return dict(usage)
+
+
+def _is_draft(group: "KVCacheGroupSpec") -> bool:
+    """Whether the group's layers are a drafter's; those of the target are MLA."""
+    target = (DHiSparseLatentSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs)
+    return not isinstance(group.kv_cache_spec, target)
 
 
 def _blocks_in_use(manager: "KVCacheManager", config: "KVCacheConfig") -> list[int]:
@@ -54,7 +74,9 @@ def _blocks_in_use(manager: "KVCacheManager", config: "KVCacheConfig") -> list[i
     if len(config.kv_cache_groups) == 1:
         return [config.num_blocks - 1 - pool.get_num_free_blocks()]
     return [
-        len(
+        group.num_rings * group.ring_blocks
+        if isinstance(group, DraftRingManager)
+        else len(
             {b.block_id for blocks in group.req_to_blocks.values() for b in blocks if not b.is_null}
         )
         for group in manager.coordinator.single_type_managers

@@ -8,8 +8,10 @@ from vllm_dhisparse.integration.stats import DHiSparseStats
 from vllm_dhisparse.metrics import (
     EXTRA_PASSES,
     FETCHED_ROWS,
+    RETRIEVAL_SECONDS,
     SAMPLED_HITS,
     SELECTED_ROWS,
+    STAGING_ACQUIRES,
     TRANSFER_BYTES,
     UNION_ROWS,
 )
@@ -105,14 +107,24 @@ class RowCounters:
         if num_bytes:
             self._stats.add(TRANSFER_BYTES.key("host_to_device"), num_bytes)
 
+    def add_retrieval(self, metadata: DHiSparseMetadata, passes: int, seconds: float) -> None:
+        """Count the use of staging by one layer, and the time it took to fill it."""
+        if self._counts_rows:
+            phase = "prefill" if metadata.is_prefill.all() else _generation(metadata)
+            self._stats.add(STAGING_ACQUIRES.key(phase), passes)
+            self._stats.add(RETRIEVAL_SECONDS.key(phase), seconds)
+
     def _add_rows(
         self, selected: torch.Tensor, fetched: torch.Tensor, metadata: DHiSparseMetadata
     ) -> None:
         if not self._counts_rows:
             return
-        generation = "verify" if metadata.verifies else "decode"
         for phase in Phase:
-            name = "prefill" if phase is Phase.PREFILL else generation
+            name = "prefill" if phase is Phase.PREFILL else _generation(metadata)
             for tier, amount in zip(Tier, selected[phase].tolist(), strict=True):
                 self._stats.add(SELECTED_ROWS.key(tier.name.lower(), name), amount)
             self._stats.add(FETCHED_ROWS.key(name), int(fetched[phase]))
+
+
+def _generation(metadata: DHiSparseMetadata) -> str:
+    return "verify" if metadata.verifies else "decode"

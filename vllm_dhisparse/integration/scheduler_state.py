@@ -17,6 +17,7 @@ from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
 from vllm_dhisparse.core.spans import MissingSpans
 from vllm_dhisparse.integration.block_source import PoolBlockSource
+from vllm_dhisparse.integration.draft_ring import draft_rings
 from vllm_dhisparse.integration.kv_spec import is_indexer_spec
 from vllm_dhisparse.integration.manager import DHiSparseManager
 
@@ -100,6 +101,13 @@ class SchedulerState:
         )
         self.pages = PageAllocator(self._source, num_pages, self._log)
         self._indexer_groups = len(indexer)
+        rings = draft_rings(kv_cache_manager)
+        self._ring_blocks = sum(manager.ring_blocks for manager in rings)
+        """Of one request."""
+        self._draft_block_tokens = [
+            m.block_size for m in managers if m not in latent and m not in indexer + rings
+        ]
+        """Of draft KV that grows with the context."""
         self._considered: dict[str, int] = {}
         """Blocks that requests require which vLLM looked at in this step and did not admit."""
         self._waiting_blocks = 0
@@ -128,7 +136,8 @@ class SchedulerState:
 
     def consider(self, request_id: str, latent_blocks: int, page_blocks: int) -> None:
         """Note what a request requires that vLLM would like to admit."""
-        self._considered[request_id] = latent_blocks + page_blocks * self._indexer_groups
+        blocks = latent_blocks + page_blocks * self._indexer_groups + self._ring_blocks
+        self._considered[request_id] = blocks
 
     def lacks_pages(self, request_id: str, page_blocks: int) -> bool:
         """Return, and count, whether a request finds no host pages for so many blocks."""
@@ -235,9 +244,14 @@ class SchedulerState:
         )
 
     def growth_blocks(self, num_tokens: int) -> int:
-        """Blocks that a step of so many tokens may take in all groups."""
+        """Blocks that a step of so many tokens may take in all groups, admissions aside."""
         latent = cdiv(num_tokens, self._block_tokens) * self.ledger.num_groups
-        return latent + cdiv(num_tokens, self.page_tokens) * self._indexer_groups
+        draft = sum(cdiv(num_tokens, tokens) for tokens in self._draft_block_tokens)
+        return latent + cdiv(num_tokens, self.page_tokens) * self._indexer_groups + draft
+
+    def share_blocks(self) -> int:
+        """Blocks that a request takes on admission, whatever its length."""
+        return self.ledger.base_units * self.ledger.num_groups + self._ring_blocks
 
     def _restore(self, units: Sequence[int]) -> int:
         """Fill empty units with the newest spans that are on no unit; return how many."""

@@ -36,7 +36,7 @@ class DHiSparseStats(KVConnectorStats):
         """Forget everything."""
         self.data = {"counters": {}, "gauges": {}, "observations": {}}
 
-    def add(self, key: str, amount: int) -> None:
+    def add(self, key: str, amount: float) -> None:
         """Count ``amount`` more of ``key``."""
         counters = self.data["counters"]
         counters[key] = counters.get(key, 0) + amount

@@ -74,7 +74,7 @@ class WorkerState:
     ) -> None:
         self.ops = ops
         self.sizes = sizes
-        self._counters = counters
+        self.counters = counters
         groups = kv_cache_config.kv_cache_groups
         latent = [g for g in groups if isinstance(g.kv_cache_spec, DHiSparseLatentSpec)]
         address = next(g for g in groups if is_indexer_spec(g.kv_cache_spec))
@@ -129,7 +129,7 @@ class WorkerState:
         is_live = self.tables.unit_blocks[spans.units, 0] >= 0  # not lost again in the same step
         rows_of_group = spans.absent[is_live].sum(dim=(0, 2)).tolist()
         restored_rows = sum(rows_of_group[place.index_group] for place in self.places)
-        self._counters.add_restored(restored_rows * self.sizes.row_bytes)
+        self.counters.add_restored(restored_rows * self.sizes.row_bytes)
 
     def step_inputs(self) -> StepInputs:
         """Return what the step's layers share; the first layer computes it."""
@@ -154,10 +154,10 @@ class WorkerState:
             self.scratch,
         )
         if probe is not None:
-            self._counters.add_usage(probe.take(selected, inputs.queries, self.resolution))
+            self.counters.add_usage(probe.take(selected, inputs.queries, self.resolution))
         num_layers = sum(place.index_group == index_group for place in self.places)
         layer_bytes = num_layers * self.sizes.row_bytes
-        self._counters.add_resolution(self.resolution, inputs.metadata, layer_bytes)
+        self.counters.add_resolution(self.resolution, inputs.metadata, layer_bytes)
 
     def close(self) -> None:
         """Unpin the host pool; its memory goes with the layers that still view it."""
