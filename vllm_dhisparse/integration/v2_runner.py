@@ -117,12 +117,13 @@ def choose_runner(vllm_config: "VllmConfig") -> None:
             "TRITON_INTERPRET=1 in the environment of this process, or let vLLM start the engine "
             "in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)"
         )
-    logger.warning(
-        "DHISPARSE: %s runs on this machine in Triton's interpreter. It is exact and very slow, "
-        "meant for trying out and tests.",
-        method,
-    )
     missing = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
+    if missing or not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # said once, not by each process
+        logger.warning(
+            "DHISPARSE: %s runs on this machine in Triton's interpreter. It is exact and very slow, "
+            "meant for trying out and tests.",
+            method,
+        )
     os.environ.update(missing)
     _set_here.update(missing)
     # This process checks the configuration for the engine's, which will have Triton.
