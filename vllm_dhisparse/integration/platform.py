@@ -14,7 +14,7 @@ from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
 from vllm_dhisparse.integration.compat import unsupported_reason
 from vllm_dhisparse.integration.refusals import refuse_connector_alone, refuse_unsupported
-from vllm_dhisparse.integration.v2_runner import choose_runner
+from vllm_dhisparse.integration.v2_runner import choose_runner, forget_runner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,6 +57,7 @@ class DHiSparseCpuPlatform(_StockPlatform):
 
         chosen = is_dhisparse(vllm_config.attention_config.backend)
         if not chosen and not names_our_connector(vllm_config.kv_transfer_config):
+            forget_runner()
             super().check_and_update_config(vllm_config)
             return
         if chosen:

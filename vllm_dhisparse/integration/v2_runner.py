@@ -87,6 +87,17 @@ def needs_v2_runner(vllm_config: "VllmConfig") -> bool:
     return speculation is not None and speculation.method in DRAFTS_WITH_CACHE
 
 
+def forget_runner() -> None:
+    """Take back what an earlier engine's `choose_runner` set, for one that needs none of it."""
+    from vllm.config import vllm as checks
+    from vllm.triton_utils import HAS_TRITON
+
+    for name in _set_here:
+        os.environ.pop(name, None)
+    _set_here.clear()
+    checks.HAS_TRITON = HAS_TRITON
+
+
 def choose_runner(vllm_config: "VllmConfig") -> None:
     """Prepare the environment that the engine's processes will inherit.
 
@@ -99,10 +110,7 @@ def choose_runner(vllm_config: "VllmConfig") -> None:
     from vllm.triton_utils import HAS_TRITON
 
     if not needs_v2_runner(vllm_config):
-        for name in _set_here:
-            os.environ.pop(name, None)
-        _set_here.clear()
-        checks.HAS_TRITON = HAS_TRITON
+        forget_runner()
         return
     method = vllm_config.speculative_config.method
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
@@ -120,8 +128,8 @@ def choose_runner(vllm_config: "VllmConfig") -> None:
     missing = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
     if missing or not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # said once, not by each process
         logger.warning(
-            "DHISPARSE: %s runs on this machine in Triton's interpreter. It is exact and very slow, "
-            "meant for trying out and tests.",
+            "DHISPARSE: %s runs on this machine in Triton's interpreter. It is exact and very "
+            "slow, meant for trying out and tests.",
             method,
         )
     os.environ.update(missing)
