@@ -10,8 +10,10 @@ from vllm_dhisparse.metrics import (
     FETCHED_ROWS,
     HOST_POOL_PAGES,
     HOST_POOL_WAITS,
+    RETRIEVAL_SECONDS,
     SAMPLED_HITS,
     SELECTED_ROWS,
+    STAGING_ACQUIRES,
     TRANSFER_BYTES,
     UNION_ROWS,
 )
@@ -104,6 +106,28 @@ LINK = Row(
         ),
     ),
 )
+TIME = Row(
+    "Time",
+    (
+        Panel(
+            "Time in retrieval by phase",
+            (Target(rate(RETRIEVAL_SECONDS, "phase"), "{{phase}}"),),
+            "percentunit",
+            "Share of the time in which workers resolved selections and brought rows to staging.",
+        ),
+        Panel(
+            "Time for each pass of a layer",
+            (
+                Target(
+                    ratio(rate(RETRIEVAL_SECONDS, "phase"), rate(STAGING_ACQUIRES, "phase")),
+                    "{{phase}}",
+                ),
+            ),
+            "s",
+            "Resolving is counted where it happens, in the leader's layer.",
+        ),
+    ),
+)
 POOL = Row(
     "Host pool",
     (
@@ -154,5 +178,5 @@ DASHBOARD = Dashboard(
             "Passes because the rows of a step were more than staging holds; raise staging_rows.",
         ),
     ),
-    (TIERS, FETCHES, LOCALITY, LINK, POOL),
+    (TIERS, FETCHES, LOCALITY, LINK, TIME, POOL),
 )

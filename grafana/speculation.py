@@ -6,9 +6,13 @@ from queries import level, rate, ratio, series
 
 from vllm_dhisparse.metrics import (
     DRAFT_LIMIT,
+    DRAFT_RING_ROWS,
+    DRAFT_RING_WRAPS,
     FETCHED_ROWS,
     RESIDENCY_BYTES,
+    RETRIEVAL_SECONDS,
     SELECTED_ROWS,
+    STAGING_ACQUIRES,
 )
 
 DRAFTS = rate("vllm:spec_decode_num_drafts_total")
@@ -74,10 +78,40 @@ LOAD = Row(
             "Draft tokens per request in the next step; lower where memory is too short for more.",
         ),
         Panel(
-            "Draft ring memory",
-            (Target(level(RESIDENCY_BYTES, residency_class="draft_ring"), "draft ring"),),
+            "Staging by phase",
+            (Target(rate(STAGING_ACQUIRES, "phase"), "{{phase}}"),),
+            "suffix: /s",
+            "Times that a layer took the one staging area for a pass over the rows of a step.",
+            is_stacked=True,
+        ),
+    ),
+)
+RINGS = Row(
+    "Draft KV",
+    (
+        Panel(
+            "Draft memory",
+            (Target(level(RESIDENCY_BYTES, residency_class="draft_ring"), "draft KV"),),
             "bytes",
-            "Device memory of the drafter's windows; does not grow with the context.",
+            "Device memory of the drafter; with rings it does not grow with the context.",
+        ),
+        Panel(
+            "Rows of draft rings",
+            (Target(level(DRAFT_RING_ROWS, "state"), "{{state}}"),),
+            "suffix: rows",
+            "Held by running requests, and written: of them with tokens. In one layer.",
+        ),
+        Panel(
+            "Wraps of draft rings",
+            (Target(rate(DRAFT_RING_WRAPS), "wraps"),),
+            "suffix: /s",
+            "Times that a request's ring came back to its first block: its context is longer.",
+        ),
+        Panel(
+            "Time in retrieval by phase",
+            (Target(rate(RETRIEVAL_SECONDS, "phase"), "{{phase}}"),),
+            "percentunit",
+            "Share of the time in which workers resolved selections and brought rows to staging.",
         ),
     ),
 )
@@ -119,5 +153,5 @@ DASHBOARD = Dashboard(
             "Draft tokens per request; lowered before a request is refused.",
         ),
     ),
-    (ACCEPTANCE, VERIFICATION, LOAD),
+    (ACCEPTANCE, VERIFICATION, LOAD, RINGS),
 )
