@@ -139,6 +139,7 @@ class Ours(Stock):
         # Only what the connector's hook of a step reads: no engine is behind it.
         self.connector = object.__new__(DHiSparseConnector)
         self.connector._scheduler_state = self.state = state
+        self.connector._sizes = SimpleNamespace(config=DHiSparseConfig())
         self.connector._controller = controller_for(DHiSparseConfig(), engine, state)
         self.connector._adaptations = DHiSparseStats()
         self.connector._working_set_rows = 0
