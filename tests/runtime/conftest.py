@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from planes import plane
 
 from vllm_dhisparse.core.commands import (
     PageBound,
@@ -21,8 +22,7 @@ from vllm_dhisparse.core.commands import (
     UnitState,
 )
 from vllm_dhisparse.runtime.host_pool import HostPool
-from vllm_dhisparse.runtime.ops import implementation
-from vllm_dhisparse.runtime.plan import Queries
+from vllm_dhisparse.runtime.plan import Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 
@@ -246,7 +246,7 @@ class Schedule:
 class Worker:
     def __init__(self, name, schedule, staging_rows=4096):
         sizes = schedule.sizes
-        self.ops, self.tables, self.scratch = implementation(name), Tables(sizes), Scratch()
+        self.ops, self.tables, self.scratch = plane(name), Tables(sizes), Scratch()
         self.pool = HostPool(
             len(LAYERS),
             sizes.num_pages,
@@ -309,7 +309,7 @@ def copy_of(resolution):
         )
         for plan in resolution.plans
     )
-    return resolution._replace(plans=plans)
+    return Resolution(plans, resolution.selected.clone(), resolution.fetched.clone())
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 import pytest
 import torch
-
-from vllm_dhisparse.runtime.ops import data_plane, implementation
-
-IMPLEMENTATIONS = ["reference", "cpu"]
+from planes import IMPLEMENTATIONS, plane
 
 
 def make_case(num_tokens, num_heads, top_k, page_rows, dtype, seed=0):
@@ -33,14 +30,14 @@ def by_hand(query, rows, remap, scale, value_size):
 )
 def test_attend_is_softmax_over_the_selected_rows(name, num_tokens, top_k, page_rows):
     case = make_case(num_tokens, 3, top_k, page_rows, torch.float32)
-    out = implementation(name).attend(*case, scale=0.3, value_size=16)
+    out = plane(name).attend(*case, scale=0.3, value_size=16)
     torch.testing.assert_close(out.double(), by_hand(*case, 0.3, 16), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_attend_accepts_bfloat16(name):
     case = make_case(9, 4, 17, 8, torch.bfloat16)
-    out = implementation(name).attend(*case, scale=0.3, value_size=16)
+    out = plane(name).attend(*case, scale=0.3, value_size=16)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), by_hand(*case, 0.3, 16), rtol=2e-2, atol=2e-2)
 
@@ -52,7 +49,7 @@ def test_attend_of_no_row_is_zero_and_unused_places_may_hold_nan(name):
     remap[2] = -1
     remap[remap == 0] = 1
     rows[0, 0] = float("nan")  # the place that -1 is clamped to
-    out = implementation(name).attend(query, rows, remap, 0.3, 16)
+    out = plane(name).attend(query, rows, remap, 0.3, 16)
     assert torch.equal(out[2], torch.zeros_like(out[2]))
     assert not out.isnan().any()
 
@@ -60,16 +57,16 @@ def test_attend_of_no_row_is_zero_and_unused_places_may_hold_nan(name):
 def test_a_query_has_the_same_bits_alone_and_wherever_its_rows_are():
     for dtype in (torch.float32, torch.bfloat16):
         query, rows, remap = make_case(40, 2, 8, 8, dtype)
-        whole = data_plane("cpu").attend(query, rows, remap, 0.3, 16)
+        whole = plane("cpu").attend(query, rows, remap, 0.3, 16)
         staged = rows.reshape(1, -1, 24).contiguous()
-        assert torch.equal(whole, data_plane("cpu").attend(query, staged, remap, 0.3, 16))
+        assert torch.equal(whole, plane("cpu").attend(query, staged, remap, 0.3, 16))
         for token in (0, 7, 39):
             part = slice(token, token + 1)
-            alone = data_plane("cpu").attend(query[part], rows, remap[part], 0.3, 16)
+            alone = plane("cpu").attend(query[part], rows, remap[part], 0.3, 16)
             assert torch.equal(whole[part], alone)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_attend_of_an_empty_batch(name):
     query, rows, remap = make_case(0, 2, 4, 8, torch.float32)
-    assert implementation(name).attend(query, rows, remap, 1.0, 16).shape == (0, 2, 16)
+    assert plane(name).attend(query, rows, remap, 1.0, 16).shape == (0, 2, 16)

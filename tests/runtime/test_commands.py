@@ -1,9 +1,11 @@
 import pytest
 import torch
+from planes import IMPLEMENTATIONS, plane
 
 from vllm_dhisparse.core.commands import (
     PageBound,
     PageDropped,
+    SpanRestored,
     StepCommands,
     UnitAdded,
     UnitLost,
@@ -11,7 +13,6 @@ from vllm_dhisparse.core.commands import (
     UnitState,
 )
 from vllm_dhisparse.runtime.host_pool import HostLayer
-from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 
 SIZES = TableSizes(
@@ -21,9 +22,9 @@ ADDED = UnitAdded(2, UnitState.TAIL, (11, 7))
 BOUND = PageBound(5, 3)
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def ops(request):
-    return implementation(request.param)
+    return plane(request.param)
 
 
 def tables_after(ops, *commands):
@@ -107,9 +108,42 @@ def test_written_rows_enter_fresh(ops):
     assert tables.age[0, 128:132].tolist() == [0, 0, 3, 3]
 
 
+def test_a_restored_span_enters_where_it_has_no_slot_and_is_copied(ops):
+    tables = tables_after(ops, BOUND, ADDED, PageBound(0, 8))
+    write(ops, tables, 3)  # of page 5; they keep their slots
+    states = UnitState.OPTIONAL
+    commands = (
+        UnitAdded(0, states, (9, 10)),
+        UnitAdded(1, states, (12, 13)),
+        UnitAdded(3, states, (14, 15)),
+        SpanRestored(0, 5, 0),
+        SpanRestored(1, 0, 64),
+        SpanRestored(3, 0, 64),  # again: nothing is absent any more
+        UnitLost(1),
+        SpanRestored(3, 5, 64),
+    )
+    spans = ops.apply(StepCommands(1, commands), tables)
+    tables.check_integrity()
+    assert spans.units.tolist() == [0, 1, 3, 3]
+    assert spans.first_host_rows.tolist() == [640, 64, 64, 704]
+    assert spans.absent.sum(dim=(1, 2)).tolist() == [2 * 61, 2 * 64, 0, 2 * 64]
+    assert tables.slot_of_row[1, 640:644].tolist() == [128, 129, 130, 3]
+    assert (tables.slot_of_row[:, 64:128] == -1).all()
+    pages = torch.arange(6 * 128 * 3, dtype=torch.int32).view(6, 128, 3)
+    slab = torch.full((20, 66, 3), -1, dtype=torch.int32)
+    expected = slab.clone()
+    ops.restore(spans, 1, slab, tables.unit_blocks[:, 1], HostLayer.of(pages))
+    expected[10, 3:64] = pages[5, 3:64]
+    expected[15, :64] = pages[5, 64:]
+    assert torch.equal(slab, expected)
+
+
 @pytest.mark.parametrize(
     "commands",
     [
+        (BOUND, ADDED, SpanRestored(2, 5, 0)),
+        (UnitAdded(2, UnitState.OPTIONAL, (11, 7)), SpanRestored(2, 5, 0)),
+        (BOUND, UnitAdded(2, UnitState.OPTIONAL, (11, 7)), *[SpanRestored(2, 5, 0)] * 2),
         (BOUND, PageBound(5, 4)),
         (BOUND, PageBound(4, 3)),
         (BOUND, PageDropped(4, 3)),

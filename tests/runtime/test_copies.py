@@ -1,15 +1,15 @@
 import pytest
 import torch
+from planes import IMPLEMENTATIONS, plane
 
 from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
-from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Plan
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def ops(request):
-    return implementation(request.param)
+    return plane(request.param)
 
 
 def random_bytes(*shape, dtype=torch.uint8):

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from planes import IMPLEMENTATIONS, plane, use_large_tiles
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitLost, UnitState
-from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Phase, Queries, Tier
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import NO_SLOT, UNIT_ROWS, Tables, TableSizes
@@ -18,7 +18,7 @@ class Cache:
     """Two requests: 128 tokens in blocks 9 and 1, 64 tokens in block 3."""
 
     def __init__(self, name, units=0):
-        self.ops, self.tables, self.scratch = implementation(name), Tables(SIZES), Scratch()
+        self.ops, self.tables, self.scratch = plane(name), Tables(SIZES), Scratch()
         pages = [PageBound(page, block) for block, page in PAGES.items()]
         added = [UnitAdded(unit, UnitState.REQUIRED, (40 + unit,)) for unit in range(units)]
         self.ops.apply(StepCommands(0, (*pages, *added)), self.tables)
@@ -52,7 +52,7 @@ def rows_of(plan):
     return rows[plan.remap.long()].tolist()
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def make_cache(request):
     return lambda **settings: Cache(request.param, **settings)
 
@@ -110,7 +110,8 @@ def test_f05_everything_missing_and_distinct(make_cache):
     assert plan.remap.unique().numel() == 128
 
 
-def test_f08_rows_beyond_two_gib_are_addressed_whole(make_cache):
+def test_f08_rows_beyond_two_gib_are_addressed_whole(make_cache, monkeypatch):
+    use_large_tiles(monkeypatch)
     cache = make_cache()
     sizes = SIZES._replace(num_pages=2**19, num_units=1)
     cache.tables = Tables(sizes)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from planes import IMPLEMENTATIONS, plane
 
 from vllm_dhisparse.core.commands import PageBound, StepCommands, UnitAdded, UnitState
-from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Phase, Queries
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
@@ -33,7 +33,7 @@ def generation_fetches(name, load, scan_steps=()):
     """Rows fetched for the decoding requests in each step; beside them, one is in prefill."""
     requests = load.rows.shape[1] + 1
     pages = PAGES * requests
-    ops, scratch = implementation(name), Scratch()
+    ops, scratch = plane(name), Scratch()
     tables = Tables(TableSizes(pages + UNITS, UNITS, pages, UNIT_ROWS, 1, 1))
     bound = [PageBound(page, page) for page in range(pages)]
     added = [UnitAdded(unit, UnitState.REQUIRED, (pages + unit,)) for unit in range(UNITS)]
@@ -61,13 +61,13 @@ def generation_fetches(name, load, scan_steps=()):
     return fetched
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_the_data_plane_replaces_as_the_compared_clock(name, load):
     assert UNIT_ROWS == UNIT_ROWS
     assert generation_fetches(name, load) == clock_misses(load, UNITS * UNIT_ROWS).sum(1).tolist()
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_prompt_larger_than_the_cache_leaves_the_hit_rate_as_it_was(name, load):
     calm = generation_fetches(name, load)
     assert generation_fetches(name, load, scan_steps=range(50, 60)) == calm

@@ -44,6 +44,8 @@ class Plan(NamedTuple):
     """How queries ``first .. last`` of the step read their rows, the same in every layer.
 
     Tensors are views of the scratch that ``resolve`` was given and last until its next use.
+    Where the size of the union is not known on the host, n is what it may be, and the rows
+    end with ``NO_ROW``; nothing else is said about those places.
 
     ``union``: [n] int32 - distinct host rows, ascending;
     ``slot``: [n] int32 - device place of each row, ``NO_SLOT`` = staging only;
@@ -61,6 +63,8 @@ class Plan(NamedTuple):
 
 class Resolution(NamedTuple):
     """Plans of a step, which cover its queries in order, and its row counters.
+
+    The counters, too, last until the next use of the scratch.
 
     ``selected``: [phases, tiers] int64 - selections, duplicates included, by the tier in
     which the row was found before anything was fetched;

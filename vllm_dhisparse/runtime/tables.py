@@ -67,6 +67,7 @@ class Tables:
         unit_blocks: [num_units, latent_groups] int32 - blocks of a unit.
         unit_of_block: [num_blocks] int32 - its inverse.
         unit_state: [num_units] uint8 - ``UnitState``.
+        errors: [1] int32 - what kernels found impossible, see ``kernels.errors``.
         slot_of_row, row_of_slot, age, hand: fields of ``GroupTables`` for all index
             groups, in the first dimension.
 
@@ -96,6 +97,7 @@ class Tables:
         self.unit_blocks = table(sizes.num_units, sizes.latent_groups)
         self.unit_of_block = table(sizes.num_blocks)
         self.unit_state = table(sizes.num_units, value=UnitState.DEAD, dtype=torch.uint8)
+        self.errors = table(1, value=0)
         self.slot_of_row = table(groups, sizes.host_rows)
         self.row_of_slot = table(groups, sizes.num_slots)
         self.age = table(groups, sizes.num_slots, value=0, dtype=torch.uint8)
