@@ -1,5 +1,6 @@
 """Imports go one way: integration -> runtime -> core."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ def modules(part):
     if (PACKAGE / f"{part}.py").exists():
         return [f"vllm_dhisparse.{part}"]
     files = sorted((PACKAGE / part).rglob("*.py"))
+    files = [file for file in files if file.parent.name != "triton"]  # ops imports it on a GPU
     names = [".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts) for f in files]
     return [name.removesuffix(".__init__") for name in names]
 
@@ -37,6 +39,32 @@ def test_a_part_imports_without_what_it_may_not_use(part):
         ]
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_kernels_import_triton_only():
+    """And the part of runtime that launches them: no vLLM, no driver of a device."""
+    program = "\n".join(
+        [
+            "import sys",
+            "sys.modules.update(dict.fromkeys(['vllm', 'cupy', 'numba']))",
+            "import vllm_dhisparse.runtime.triton",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    for file in (PACKAGE.parent / "triton_kernels").glob("*.py"):
+        imported = {
+            name.split(".")[0] if not name.startswith("vllm_dhisparse") else name
+            for node in ast.walk(ast.parse(file.read_text()))
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        foreign = {name for name in imported if not name.startswith("vllm_dhisparse.kernels")}
+        assert foreign <= {"triton"}, file.name
 
 
 def test_the_kernel_folder_refuses_its_own_name():

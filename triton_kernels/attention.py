@@ -17,7 +17,7 @@ def attend_split(
     query,  # [num_tokens, num_heads, row_size], strided
     rows,  # [num_pages, page_rows, row_size], strided
     staged,  # [n, row_size]: where places below 0 lie; only with IN_PLACE
-    places,  # [n] int64: of each union row, see ``find_places``; only with IN_PLACE
+    places,  # [n] int32: of each row of the union, see ``retrieve_rows``; only with IN_PLACE
     remap,  # [num_tokens, top_k] int32, -1 = no row
     out,  # [num_tokens, num_heads, splits, VALUE_SIZE]
     weights,  # out [num_tokens, num_heads, splits] float32: log2 of the sum of weights
@@ -27,9 +27,8 @@ def attend_split(
     page_rows,
     token_stride,
     head_stride,
-    page_stride,
     row_stride,
-    staged_stride,
+    page_gap,  # between the end of a page and the next
     splits,
     VALUE_SIZE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
@@ -38,6 +37,7 @@ def attend_split(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    IS_FLAT: tl.constexpr,  # nothing lies between two pages
     UPCAST: tl.constexpr,
 ):
     """Attention of one query and some heads over one share of its keys.
@@ -64,16 +64,18 @@ def attend_split(
     last = tl.minimum((split + 1) * share, top_k)
     for first in range(split * share, last, BLOCK_KEYS):
         rank = first + tl.arange(0, BLOCK_KEYS)
-        index = tl.load(remap + token * top_k + rank, mask=rank < last, other=-1).to(tl.int64)
+        index = tl.load(remap + token * top_k + rank, mask=rank < last, other=-1)
         real = index >= 0
         if IN_PLACE:
             place = tl.load(places + index, mask=real, other=0)
-            in_slab = rows + place // page_rows * page_stride + place % page_rows * row_stride
-            row = tl.where(place >= 0, in_slab, staged + (-1 - place) * staged_stride)[:, None]
+            in_slab = rows + place.to(tl.int64) * row_stride
+            in_staging = staged + (-1 - place).to(tl.int64) * row_stride
+            row = tl.where(place >= 0, in_slab, in_staging)[:, None]
         else:
-            row = (rows + index // page_rows * page_stride + index % page_rows * row_stride)[
-                :, None
-            ]
+            row = rows + index.to(tl.int64) * row_stride
+            if not IS_FLAT:
+                row += (index // page_rows).to(tl.int64) * page_gap
+            row = row[:, None]
         key_value = _load(row, value, real[:, None], BLOCK_VALUE, VALUE_SIZE)
         key_rope = _load(row + VALUE_SIZE, rope, real[:, None], BLOCK_ROPE, ROPE_SIZE)
         if UPCAST:

@@ -12,7 +12,7 @@ def retrieve_rows(
     fetch,  # [capacity] uint8
     unit_blocks,  # [num_units] int32, strided
     chunk_addresses,  # [chunks] int64
-    places,  # out [capacity] int64: block * block_rows + offset of a slot, or -1 - rank
+    places,  # out [capacity] int32: of slots, in rows from the slab's start; else -1 - rank
     slab,  # int64 address
     staging,  # int64 address
     capacity,
@@ -48,8 +48,8 @@ def retrieve_rows(
     fresh = lost & (place >= 0)
     if HITS_IN_PLACE:
         block = tl.load(unit_blocks + place // UNIT_ROWS * blocks_stride, mask=place >= 0, other=0)
-        in_slab = block.to(tl.int64) * block_rows + place % UNIT_ROWS
-        tl.store(places + rank, tl.where(place >= 0, in_slab, -1 - rank.to(tl.int64)), mask=real)
+        in_slab = block * block_rows + place % UNIT_ROWS
+        tl.store(places + rank, tl.where(place >= 0, in_slab, -1 - rank), mask=real)
         staged = tl.where(fresh, cached, staged)
         fresh = fresh & (rank < 0)
         real = lost

@@ -7,7 +7,7 @@ exists below sm_89, and round to the nearest even, as torch does.
 
 import triton
 import triton.language as tl
-from vllm_dhisparse.kernels.addresses import host_addresses, slot_addresses
+from vllm_dhisparse.kernels.addresses import host_addresses, places_of, slot_addresses
 
 
 @triton.jit
@@ -52,26 +52,22 @@ def retrieve_decoded(
     cached = slot_addresses(
         slab, unit_blocks, place, place >= 0, blocks_stride, block_bytes, slab_row_bytes, UNIT_ROWS
     )
-    source = tl.multiple_of(tl.where(lost, home, cached), 16)
-    cached = tl.multiple_of(cached, 16)
+    source = tl.where(lost, home, cached)
     fresh = (lost & (place >= 0))[:, None]
     mask = real[:, None]
-    bytes_of = source.to(tl.pointer_type(tl.uint8))[:, None]
-    words_of = source.to(tl.pointer_type(tl.int32))[:, None]
-    byte_places = cached.to(tl.pointer_type(tl.uint8))[:, None]
-    word_places = cached.to(tl.pointer_type(tl.int32))[:, None]
     staged = staging + rank.to(tl.int64)[:, None] * 576
-    value = tl.arange(0, 128)[None, :]
+    value = tl.arange(0, 128)
     for part in tl.static_range(4):
-        byte = tl.load(bytes_of + part * 128 + value, mask=mask, other=0)
-        tl.store(byte_places + part * 128 + value, byte, mask=fresh)
-        bits = tl.load(words_of + 128 + part, mask=mask, other=0)
-        tl.store(word_places + 128 + part, bits, mask=fresh)
-        scale = bits.to(tl.float32, bitcast=True)
-        decoded = _to_bfloat16_bits(_from_e4m3(byte) * scale)
-        tl.store(staged + part * 128 + value, decoded, mask=mask)
-    rope = tl.arange(0, 32)[None, :]
-    words = tl.load(words_of + 132 + rope, mask=mask, other=0)
-    tl.store(word_places + 132 + rope, words, mask=fresh)
-    target = (staged + 512).to(tl.pointer_type(tl.int32))
-    tl.store(target + rope, words, mask=mask)
+        byte = tl.load(places_of(source, part * 128 + value, tl.uint8, 16), mask=mask, other=0)
+        tl.store(places_of(cached, part * 128 + value, tl.uint8, 16), byte, mask=fresh)
+        scale = tl.load((source + 512 + 4 * part).to(tl.pointer_type(tl.float32)), mask=real)
+        decoded = _to_bfloat16_bits(_from_e4m3(byte) * scale[:, None])
+        tl.store(staged + part * 128 + value[None, :], decoded, mask=mask)
+    word = tl.arange(0, 4)
+    scales = tl.load(places_of(source, 128 + word, tl.int32, 16), mask=mask, other=0)
+    tl.store(places_of(cached, 128 + word, tl.int32, 16), scales, mask=fresh)
+    word = tl.arange(0, 32)
+    rope = tl.load(places_of(source, 132 + word, tl.int32, 16), mask=mask, other=0)
+    tl.store(places_of(cached, 132 + word, tl.int32, 16), rope, mask=fresh)
+    target = (staged + 512).to(tl.pointer_type(tl.int32)) + word[None, :]
+    tl.store(target, rope, mask=mask)

@@ -21,7 +21,7 @@ def remap_rows(
     BLOCK: tl.constexpr,
 ):
     """Turn rows into ranks, and count selections by phase and by the tier at each rank."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
     row = tl.load(rows + index, mask=inside, other=-1)
     real = row >= 0

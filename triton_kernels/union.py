@@ -31,14 +31,14 @@ def mark_selections(
     BLOCK: tl.constexpr,
 ):
     """Find the host row of each selected position, and mark it in the bitmap of its phase."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
     token = index // top_k
     request = tl.load(request_of_token + token, mask=inside, other=-1).to(tl.int64)
     asks = request >= 0
     limit = tl.load(visible + token, mask=asks, other=0)
     phase = tl.load(is_prefill + request, mask=asks, other=0).to(tl.int64)
-    place = token * selected_stride + index % top_k
+    place = token.to(tl.int64) * selected_stride + index % top_k
     position = tl.load(selected + place, mask=inside, other=-1)
     valid = asks & (position >= 0) & (position < limit)
     page_of_request = position // page_rows
@@ -65,7 +65,7 @@ def mark_rows(
     BLOCK: tl.constexpr,
 ):
     """Mark rows that were found before."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + index, mask=index < size, other=-1)
     tl.atomic_or(marks + (row >> 5), bit_of(row & 31), mask=row >= 0, sem="relaxed")
 

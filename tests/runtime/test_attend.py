@@ -54,16 +54,32 @@ def test_attend_of_no_row_is_zero_and_unused_places_may_hold_nan(name):
     assert not out.isnan().any()
 
 
-def test_a_query_has_the_same_bits_alone_and_wherever_its_rows_are():
+@pytest.mark.parametrize("name", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("top_k", [8, 70])
+def test_a_query_has_the_same_bits_alone_and_wherever_its_rows_are(name, top_k):
     for dtype in (torch.float32, torch.bfloat16):
-        query, rows, remap = make_case(40, 2, 8, 8, dtype)
-        whole = plane("cpu").attend(query, rows, remap, 0.3, 16)
+        query, rows, remap = make_case(9, 2, top_k, 8, dtype)
+        whole = plane(name).attend(query, rows, remap, 0.3, 16)
         staged = rows.reshape(1, -1, 24).contiguous()
-        assert torch.equal(whole, plane("cpu").attend(query, staged, remap, 0.3, 16))
-        for token in (0, 7, 39):
+        assert torch.equal(whole, plane(name).attend(query, staged, remap, 0.3, 16))
+        for token in (0, 5, 8):
             part = slice(token, token + 1)
-            alone = plane("cpu").attend(query[part], rows, remap[part], 0.3, 16)
+            alone = plane(name).attend(query[part], rows, remap[part], 0.3, 16)
             assert torch.equal(whole[part], alone)
+
+
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "cpu"])
+def test_rows_read_in_place_give_the_same_bits(name):
+    query, slab, remap = make_case(5, 3, 40, 64, torch.float32)
+    staging = torch.randn(20, 24)
+    places = torch.randperm(5 * 67)[:40].int()
+    places[::3] = -1 - torch.arange(len(places[::3]), dtype=torch.int32)
+    memory = slab.as_strided((5 * 67, 24), (24, 1))
+    rows = torch.stack([memory[p] if p >= 0 else staging[-1 - p] for p in places.tolist()])
+    remap = remap % 41 - 1
+    ops = plane(name)
+    got = ops.attend_in_place(query, slab, staging, places, remap, 0.3, 16)
+    assert torch.equal(got, ops.attend(query, rows[None], remap, 0.3, 16))
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -4,6 +4,7 @@ from planes import IMPLEMENTATIONS, plane
 
 from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
 from vllm_dhisparse.runtime.plan import Plan
+from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 
@@ -46,6 +47,74 @@ def test_f14_retrieve_moves_exact_bytes_and_touches_no_neighbour(ops, row_size, 
     assert same_bytes(staging[5], last)
     before[5, 63] = flat[63]  # the fresh slot
     assert same_bytes(whole, before)
+
+
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "cpu"])
+def device_ops(request):
+    return plane(request.param)
+
+
+def small_plan():
+    union = torch.tensor([0, 63, 64, 130, 511], dtype=torch.int32)
+    slot = torch.tensor([-1, 64 + 63, 2, 2 * 64, -1], dtype=torch.int32)
+    fetch = torch.tensor([True, True, False, False, True])
+    return Plan(0, 1, union, slot, fetch, torch.zeros(1, 1, dtype=torch.int32))
+
+
+def test_fp8_rows_are_decoded_to_staging_and_kept_as_they_are_in_slots(device_ops):
+    """Every e4m3 value, NaN and subnormals among them, with scales of all sizes."""
+    host = random_bytes(4, 128, 656)
+    scales = torch.randn(4, 128, 4) * 10.0 ** torch.randint(-6, 6, (4, 128, 4))
+    host[..., 512:528] = scales.view(torch.uint8)
+    host[..., 528:] = torch.randn(4, 128, 64).bfloat16().view(torch.uint8)
+    whole = host.view(-1, 656)[torch.randint(0, 512, (9 * 66,))].view(9, 66, 656).clone()
+    before, slab = whole.clone(), whole[:, :UNIT_ROWS]
+    unit_blocks = torch.tensor([0, 5, 2], dtype=torch.int32)
+    staging = torch.full((6, 576), float("nan"), dtype=torch.bfloat16)
+    got = device_ops.retrieve(small_plan(), slab, unit_blocks, HostLayer.of(host), staging)
+    flat = host.view(-1, 656)
+    rows = torch.stack([flat[0], flat[63], before[0, 2], before[2, 0], flat[511]])
+    values = rows[:, :512].view(torch.float8_e4m3fn).float().view(5, 4, 128)
+    scale = rows[:, 512:528].clone().view(torch.float32)
+    expected = (values * scale[..., None]).flatten(1).bfloat16()
+    assert torch.equal(got[0, :, :512].isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(got[0, :, :512][numbers], expected[numbers])
+    assert same_bytes(got[0, :, 512:], rows[:, 528:].clone().view(torch.bfloat16))
+    assert staging[5].isnan().all()
+    before[5, 63] = flat[63]
+    assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("row_size", [576, 7])
+def test_in_place_only_misses_move(device_ops, row_size):
+    host = HostLayer.of(torch.randn(4, 128, row_size))
+    whole = torch.randn(9, UNIT_ROWS + 2, row_size)
+    before, slab = whole.clone(), whole[:, :UNIT_ROWS]
+    unit_blocks = torch.tensor([0, 5, 2], dtype=torch.int32)
+    staging = torch.full((6, row_size), float("nan"))
+    places = device_ops.retrieve_in_place(small_plan(), slab, unit_blocks, host, staging, Scratch())
+    assert places.tolist() == [-1, 5 * 66 + 63, 2, 2 * 66, -5]
+    flat = host.pages.view(-1, row_size)
+    before[5, 63] = flat[63]
+    assert torch.equal(whole, before)
+    assert torch.equal(staging[[0, 4]], flat[[0, 511]])
+    assert staging[[1, 2, 3, 5]].isnan().all()
+
+
+def test_chunks_of_a_layer_are_read_through_their_addresses(ops):
+    """Two chunks that lie apart, in the wrong order."""
+    memory = random_bytes(3, 128, 20)
+    layer = HostLayer(
+        torch.cat([memory[2:], memory[:1]]),
+        torch.tensor([memory[2].data_ptr(), memory[0].data_ptr()]),
+        128,
+    )
+    union = torch.tensor([5, 127, 128, 255], dtype=torch.int32)
+    plan = Plan(0, 1, union, union * 0 - 1, union >= 0, torch.zeros(1, 1, dtype=torch.int32))
+    slab, unit_blocks = random_bytes(2, 64, 20), torch.zeros(1, dtype=torch.int32)
+    got = ops.retrieve(plan, slab, unit_blocks, layer, random_bytes(4, 20))
+    assert torch.equal(got[0], layer.pages.view(-1, 20)[union.long()])
 
 
 @pytest.mark.parametrize(("row_size", "dtype"), ROWS)

@@ -150,7 +150,9 @@ class DataPlane(Protocol):
                 between blocks, at least ``UNIT_ROWS`` rows in each.
             unit_blocks: [num_units] int32 - blocks of the layer's latent group.
             host: home of the layer's rows.
-            staging: [staging_rows, row_size].
+            staging: [staging_rows, row_size], of the slab's dtype. Or, but not on the CPU,
+                [staging_rows, 576] bfloat16 for a slab of ``fp8_ds_mla`` rows, [..., 656]
+                uint8: rows are decoded on the way, see ``row_format``.
 
         Returns:
             [1, n, row_size] - row ``i`` is that of ``plan.union[i]``; a view of ``staging``.
@@ -180,6 +182,68 @@ class DataPlane(Protocol):
         Returns:
             [num_tokens, num_heads, value_size] in the query's dtype. A token whose
             entries are all -1 gets zeros.
+
+        """
+        ...
+
+
+class InPlaceDataPlane(DataPlane, Protocol):
+    """A data plane whose attention reads hits where they are, so that only misses move.
+
+    For slabs whose blocks are a whole number of rows apart, and rows of the query's dtype.
+    """
+
+    def retrieve_in_place(
+        self,
+        plan: Plan,
+        slab: torch.Tensor,
+        unit_blocks: torch.Tensor,
+        host: HostLayer,
+        staging: torch.Tensor,
+        scratch: Scratch,
+    ) -> torch.Tensor:
+        """Fetch what is missing into its slot, or to staging when it has none.
+
+        Args:
+            plan: see ``retrieve``, as all that follow.
+            slab: where hits lie.
+            unit_blocks: of the layer's latent group.
+            host: home of the layer's rows.
+            staging: [staging_rows, row_size].
+            scratch: memory of the result.
+
+        Returns:
+            [n] int32 - where row ``plan.union[i]`` is: rows from the start of the slab, or
+            ``-1 - place`` in staging.
+
+        """
+        ...
+
+    def attend_in_place(
+        self,
+        query: torch.Tensor,
+        slab: torch.Tensor,
+        staging: torch.Tensor,
+        places: torch.Tensor,
+        remap: torch.Tensor,
+        scale: float,
+        value_size: int,
+        scratch: Scratch | None = None,
+    ) -> torch.Tensor:
+        """Do what ``attend`` does, over the rows that ``retrieve_in_place`` left in two places.
+
+        Args:
+            query: see ``attend``, as all that is not named here.
+            slab: see ``retrieve_in_place``.
+            staging: see ``retrieve_in_place``.
+            places: from ``retrieve_in_place``.
+            remap: [num_tokens, top_k] int32 - index into ``places``, -1 = no row.
+            scale: of the scores.
+            value_size: of a row.
+            scratch: memory.
+
+        Returns:
+            [num_tokens, num_heads, value_size] - bit for bit what ``attend`` returns.
 
         """
         ...

@@ -11,6 +11,7 @@ from vllm_dhisparse.runtime.apply import apply_commands
 from vllm_dhisparse.runtime.host_pool import HostLayer
 from vllm_dhisparse.runtime.plan import Phase, Plan, Queries, Resolution, Tier
 from vllm_dhisparse.runtime.restore import RestoredSpans, copy_spans
+from vllm_dhisparse.runtime.row_format import decode, is_decoding
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import NO_ROW, NO_SLOT, UNIT_ROWS, GroupTables, Tables
 
@@ -219,20 +220,42 @@ def retrieve(
     staging: torch.Tensor,
 ) -> torch.Tensor:
     num_rows = plan.union.numel()
-    place = _as_bytes(slab)
+    if is_decoding(slab, staging):
+        encoded = torch.empty(num_rows, slab.shape[2], dtype=slab.dtype)
+        staging[:num_rows] = decode(retrieve(plan, slab, unit_blocks, host, encoded)[0])
+        return staging[:num_rows][None]
     target = _as_bytes(staging[:num_rows])
-    pages = _as_bytes(host.pages)
-    page_rows = pages.shape[1]
     row = plan.union[plan.fetch].long()
-    target[plan.fetch] = pages[row // page_rows, row % page_rows]
-
-    fresh = plan.fetch & (plan.slot >= 0)
-    slot = plan.slot[fresh].long()
-    place[unit_blocks[slot // UNIT_ROWS].long(), slot % UNIT_ROWS] = target[fresh]
-
-    slot = plan.slot[~plan.fetch].long()
-    target[~plan.fetch] = place[unit_blocks[slot // UNIT_ROWS].long(), slot % UNIT_ROWS]
+    pages = _as_bytes(host.pages)
+    target[plan.fetch] = pages[row // pages.shape[1], row % pages.shape[1]]
+    place, fresh = _as_bytes(slab), plan.fetch & (plan.slot >= 0)
+    place[_blocks_and_offsets(plan.slot[fresh], unit_blocks)] = target[fresh]
+    target[~plan.fetch] = place[_blocks_and_offsets(plan.slot[~plan.fetch], unit_blocks)]
     return staging[:num_rows][None]
+
+
+def retrieve_in_place(
+    plan: Plan,
+    slab: torch.Tensor,
+    unit_blocks: torch.Tensor,
+    host: HostLayer,
+    staging: torch.Tensor,
+    scratch: Scratch,
+) -> torch.Tensor:
+    everything = torch.empty(plan.union.numel(), slab.shape[2], dtype=slab.dtype)
+    retrieve(plan, slab, unit_blocks, host, everything)
+    has_slot = plan.slot >= 0
+    block, offset = _blocks_and_offsets(plan.slot[has_slot], unit_blocks)
+    places = -1 - torch.arange(plan.union.numel(), dtype=torch.int32)
+    places[has_slot] = (block * (slab.stride(0) // slab.stride(1)) + offset).int()
+    _as_bytes(staging)[: len(places)][~has_slot] = _as_bytes(everything)[~has_slot]
+    return places
+
+
+def _blocks_and_offsets(
+    slot: torch.Tensor, unit_blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return unit_blocks[slot.long() // UNIT_ROWS].long(), slot.long() % UNIT_ROWS
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,3 +280,22 @@ def attend(
     scores = scores.masked_fill(~valid[:, None, :], float("-inf"))
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # softmax of no row is NaN
     return torch.einsum("thk,tkd->thd", weights, picked[..., :value_size]).to(query.dtype)
+
+
+def attend_in_place(
+    query: torch.Tensor,
+    slab: torch.Tensor,
+    staging: torch.Tensor,
+    places: torch.Tensor,
+    remap: torch.Tensor,
+    scale: float,
+    value_size: int,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
+    size = ((slab.shape[0] - 1) * slab.stride(0) // slab.stride(1)) + slab.shape[1]
+    cached = slab.as_strided((size, slab.shape[2]), (slab.stride(1), 1))
+    rows = torch.empty(places.numel(), slab.shape[2], dtype=slab.dtype)
+    in_slab = places >= 0
+    rows[in_slab] = cached[places[in_slab].long()]
+    rows[~in_slab] = staging[-1 - places[~in_slab].long()]
+    return attend(query, rows[None], remap, scale, value_size, scratch)

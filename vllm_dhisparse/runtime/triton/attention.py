@@ -38,6 +38,8 @@ def attend_in_place(
     value_size: int,
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
+    assert slab.stride(0) % slab.stride(1) == 0, "a block is not whole rows"
+    assert staging.stride(0) == slab.stride(1) == slab.shape[2], "rows differ in their strides"
     return _attend(query, slab, staging, places, remap, scale, value_size, scratch)
 
 
@@ -53,6 +55,7 @@ def _attend(
 ) -> torch.Tensor:
     num_tokens, num_heads, _ = query.shape
     assert rows.dtype == query.dtype
+    assert shapes.INTERPRETED or query.dtype == torch.bfloat16, "products are of bfloat16"
     assert rows.stride(2) == query.stride(2) == 1
     assert remap.is_contiguous()
     out = query.new_empty(num_tokens, num_heads, value_size)
@@ -78,6 +81,7 @@ def _serve(
 ) -> None:
     num_tokens, num_heads, row_size = query.shape
     value_size, cells = out.shape[2], num_tokens * num_heads
+    page_gap = rows.stride(0) - rows.shape[1] * rows.stride(1) if rows.shape[0] > 1 else 0
     parts = out
     if splits > 1:
         parts = scratch.take("parts", cells, splits, value_size, dtype=torch.float32)
@@ -97,9 +101,8 @@ def _serve(
         rows.shape[1],
         query.stride(0),
         query.stride(1),
-        rows.stride(0),
         rows.stride(1),
-        0 if staging is None else staging.stride(0),
+        page_gap,
         splits,
         VALUE_SIZE=value_size,
         BLOCK_VALUE=block_value,
@@ -108,7 +111,8 @@ def _serve(
         BLOCK_HEADS=shapes.HEADS,
         BLOCK_KEYS=shapes.KEYS,
         IN_PLACE=places is not None,
-        UPCAST=shapes.INTERPRETED or query.dtype == torch.float32,
+        IS_FLAT=page_gap == 0,
+        UPCAST=shapes.INTERPRETED,
         num_warps=shapes.ATTENTION_WARPS,
         num_stages=2,
     )

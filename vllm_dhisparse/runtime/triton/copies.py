@@ -87,7 +87,7 @@ def retrieve_in_place(
     staging: torch.Tensor,
     scratch: Scratch,
 ) -> torch.Tensor:
-    places = scratch.take("places", plan.union.numel(), dtype=torch.int64)
+    places = scratch.take("places", plan.union.numel(), dtype=torch.int32)
     _retrieve(plan, slab, unit_blocks, host, staging, places)
     return places
 
@@ -114,7 +114,7 @@ def _retrieve(
         plan.fetch.view(torch.uint8),
         unit_blocks,
         host.chunk_addresses,
-        host.chunk_addresses if places is None else places,  # not touched
+        plan.slot if places is None else places,  # not touched
         slab.data_ptr(),
         staging.data_ptr(),
         capacity,
@@ -122,7 +122,7 @@ def _retrieve(
         unit_blocks.stride(0),
         slab.stride(0) * slab.itemsize,
         slab.stride(1) * slab.itemsize,
-        slab.shape[1],
+        slab.stride(0) // slab.stride(1),
         UNIT_ROWS=UNIT_ROWS,
         HITS_IN_PLACE=places is not None,
         **shape,

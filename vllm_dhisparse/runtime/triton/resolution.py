@@ -46,6 +46,7 @@ def resolve(
     scratch: Scratch,
 ) -> Resolution:
     assert selected.dtype == torch.int32
+    assert selected.numel() < 2**31, "more selections than a kernel counts"
     assert selected.shape[1] <= staging_rows, "staging holds less than one query's rows"
     return _Resolver(selected, queries, tables, index_group, scratch).resolve(staging_rows)
 
