@@ -24,7 +24,6 @@ def attend_split(
     scale,  # of the scores, times log2(e)
     num_heads,
     top_k,
-    page_rows,
     token_stride,
     head_stride,
     row_stride,
@@ -37,7 +36,7 @@ def attend_split(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     IN_PLACE: tl.constexpr,
-    IS_FLAT: tl.constexpr,  # nothing lies between two pages
+    PAGE_ROWS: tl.constexpr,  # 0 = nothing lies between two pages
     UPCAST: tl.constexpr,
 ):
     """Attention of one query and some heads over one share of its keys.
@@ -73,8 +72,8 @@ def attend_split(
             row = tl.where(place >= 0, in_slab, in_staging)[:, None]
         else:
             row = rows + index.to(tl.int64) * row_stride
-            if not IS_FLAT:
-                row += (index // page_rows).to(tl.int64) * page_gap
+            if PAGE_ROWS > 0:
+                row += (index // PAGE_ROWS).to(tl.int64) * page_gap
             row = row[:, None]
         key_value = _load(row, value, real[:, None], BLOCK_VALUE, VALUE_SIZE)
         key_rope = _load(row + VALUE_SIZE, rope, real[:, None], BLOCK_ROPE, ROPE_SIZE)
