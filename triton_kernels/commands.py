@@ -28,7 +28,7 @@ LOSE_UNIT = tl.constexpr(4)
 RESTORE_SPAN = tl.constexpr(5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["commands", "blocks", "num_commands"])
 def change_tables(
     commands,  # [num_commands, 4] int32: kind, page or unit, block or state, number in blocks
     blocks,  # [units added, groups] int32
@@ -85,7 +85,7 @@ def change_tables(
             report_if(errors, SPAN_OF_UNBOUND_PAGE, tl.load(block_of_page + second) < 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranges"])
 def forget_entries(
     ranges,  # [num_ranges, 3] int32: 1 for slots or 0 for host rows, first, how many
     slot_of_row,  # in, out [groups, num_host_rows] int32
@@ -123,7 +123,7 @@ def forget_entries(
             tl.store(forward + key, nothing, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "first_rows", "absent", "num_spans"])
 def enter_spans(
     units,  # [num_spans] int32
     first_rows,  # [num_spans] int32

@@ -5,7 +5,7 @@ import triton.language as tl
 from vllm_dhisparse.kernels.addresses import copy_rows, host_addresses, slot_addresses
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def retrieve_rows(
     rows,  # [capacity] int32: host rows, -1 = none
     slot,  # [capacity] int32
@@ -56,7 +56,7 @@ def retrieve_rows(
     copy_rows(source, staged, cached, real, fresh, ELEMENT, ALIGNMENT, WIDTH, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def publish_rows(
     rows,  # int64 address of [num_tokens] rows, strided
     host_rows,  # [num_tokens] int64, -1 = padding
@@ -80,7 +80,7 @@ def publish_rows(
     copy_rows(source, home, home, real, row < -1, ELEMENT, ALIGNMENT, WIDTH, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "first_rows"])
 def restore_rows(
     units,  # [num_spans] int32
     first_rows,  # [num_spans] int32

@@ -25,7 +25,7 @@ def _to_bfloat16_bits(value):
     return tl.where(value != value, 0x7FC0, rounded).to(tl.uint16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def retrieve_decoded(
     rows,  # [capacity] int32: host rows, -1 = none
     slot,  # [capacity] int32

@@ -5,7 +5,7 @@ import triton.language as tl
 from vllm_dhisparse.kernels.bits import has_row, rank_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def look_up(
     rows,  # [capacity] int32: host rows, -1 = none
     generation,  # [num_words] int32: rows that enter the cache
@@ -47,7 +47,7 @@ def look_up(
         tl.atomic_add(fetched + 1, passes.to(tl.int64), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def pick_rows(
     rows,  # [capacity] int32: host rows of one pass, -1 = none
     generation,  # [num_words] int32: rows that enter the cache

@@ -12,7 +12,7 @@ from vllm_dhisparse.kernels.errors import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def find_host_rows(
     slot_mapping,  # [num_tokens] int64
     page_of_block,  # [num_blocks] int32
@@ -51,7 +51,7 @@ def _place_tokens(
     return block, unit, slot, row, real, (place >= 0) != (row >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def enter_rows(
     slot_mapping,  # [num_tokens] int64
     host_rows,  # [num_tokens] int64

@@ -5,7 +5,7 @@ import triton.language as tl
 from vllm_dhisparse.kernels.bits import rank_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "request_of_token", "size"])
 def remap_rows(
     rows,  # in, out [num_tokens, top_k] int32: host row becomes rank, -1 stays
     request_of_token,  # [num_tokens] int32

@@ -30,7 +30,7 @@ def _classify(slot, inside, union, row_of_slot, age, unit_state, UNIT_ROWS, REQU
     return tl.where(cache & (used == 0), kind, CLASSES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_missing_tiles"])
 def count_classes(
     missing,  # [num_missing_tiles] int32
     union,  # [num_words] int32
@@ -71,7 +71,7 @@ def _tile_of(counts, index, num_tiles, BLOCK: tl.constexpr):
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_missing_tiles"])
 def take_slots(
     missing,
     union,
@@ -140,7 +140,7 @@ def take_slots(
                 tl.store(sweep + 1, tl.load(hand))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def move_in(
     rows,  # [capacity] int32: host rows of the union, -1 = none
     generation,  # [num_words] int32

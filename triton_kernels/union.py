@@ -9,7 +9,7 @@ from vllm_dhisparse.kernels.bits import bit_of, count_bits, sums_of_tiles
 from vllm_dhisparse.kernels.errors import NO_HOST_PAGE_SELECTED, UNION_OVERFLOWS, report
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def mark_selections(
     selected,  # [num_tokens, top_k] int32, strided
     request_of_token,  # [num_tokens] int32
@@ -57,7 +57,7 @@ def mark_selections(
     tl.atomic_or(word, bit_of(row & 31), mask=found, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "size"])
 def mark_rows(
     rows,  # [size] int32: host row, -1 = none
     marks,  # in, out [num_words] int32
@@ -90,7 +90,7 @@ def count_rows(
     tl.store(counts + tile, tl.sum(count_bits(bits)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def list_rows(
     union,  # [num_words] int32
     counts,  # [tiles] int32

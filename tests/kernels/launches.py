@@ -64,7 +64,7 @@ def _launch(kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Lau
     signature, constants, aligned = [], [], []
     for index, parameter in enumerate(kernel.params):
         value = values.pop(parameter.name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, int) and not parameter.do_not_specialize
         if parameter.is_constexpr or (is_number and value == 1):
             kind = "constexpr"
             constants.append((index, value))
@@ -76,7 +76,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Lau
             kind = "i32" if -(2**31) <= value < 2**31 else "i64"
         signature.append((parameter.name, kind))
         address = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if kind not in ("constexpr", "fp32") and address % 16 == 0:
+        is_special = kind not in ("constexpr", "fp32") and not parameter.do_not_specialize
+        if is_special and address % 16 == 0:
             aligned.append(index)
     # Only rows of whole words can be read 16 bytes at a time.
     wide = "ALIGNMENT" in keywords and keywords["ALIGNMENT"] == 16

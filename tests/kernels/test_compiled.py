@@ -27,5 +27,5 @@ def launched_kernels():
     """Names of kernels that the data plane launches somewhere."""
     source = "".join(file.read_text() for file in LAUNCHERS.glob("*.py"))
     kernels = "".join(file.read_text() for file in KERNELS.glob("*.py"))
-    names = set(re.findall(r"@triton\.jit\ndef (\w+)", kernels))
+    names = set(re.findall(r"@triton\.jit\b.*\ndef (\w+)", kernels))
     return {name for name in names if re.search(rf"\b{name}\[", source)}

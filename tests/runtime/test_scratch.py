@@ -21,3 +21,12 @@ def test_a_name_has_one_dtype():
     scratch.take("rows", 3, dtype=torch.int32)
     with pytest.raises(AssertionError, match="rows"):
         scratch.take("rows", 3, dtype=torch.int64)
+
+
+def test_outgrown_buffers_of_a_device_stay():
+    on_host, on_device = Scratch(), Scratch("meta")
+    for scratch in (on_host, on_device):
+        scratch.take("rows", 16, dtype=torch.int32)
+        scratch.take("rows", 17, dtype=torch.int32)
+    assert on_host.num_bytes == 4 * 32
+    assert on_device.num_bytes == 4 * (16 + 32)

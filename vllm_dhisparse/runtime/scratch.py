@@ -12,13 +12,15 @@ from vllm_dhisparse.runtime.host_memory import advise_huge_pages
 class Scratch:
     """Named buffers that grow to the largest size asked for and are reused.
 
-    The contents of a buffer last until its name is asked for again.
+    The contents of a buffer last until its name is asked for again. On a device outgrown
+    buffers stay: a captured graph may hold their addresses.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
         self._arrays: dict[str, NDArray[Any]] = {}
+        self._outgrown: list[torch.Tensor] = []
 
     def take(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the buffer ``name``, uninitialised, as a tensor of this shape."""
@@ -26,6 +28,8 @@ class Scratch:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(_next_power_of_two(size), dtype=dtype, device=self._device)
+            if name in self._buffers and buffer.device.type != "cpu":
+                self._outgrown.append(self._buffers[name])
             if buffer.device.type == "cpu":
                 advise_huge_pages(buffer.data_ptr(), buffer.nbytes)
             self._buffers[name] = buffer
@@ -44,7 +48,7 @@ class Scratch:
     @property
     def num_bytes(self) -> int:
         """Bytes held by all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(buffer.nbytes for buffer in (*self._buffers.values(), *self._outgrown))
 
 
 def _next_power_of_two(size: int) -> int:

@@ -99,8 +99,9 @@ def _ranges(command: Command, tables: Tables) -> _Ints:
 def _upload(lists: list[_Ints], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Move lists to the device in one copy, which waits for nothing."""
     flat = torch.tensor([number for part in lists for number in part], dtype=torch.int32)
-    if device.type != "cpu":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+    if device.type != "cpu" and flat.numel():
+        flat = flat.pin_memory()
+    flat = flat.to(device, non_blocking=True)
     ends = list(accumulate(len(part) for part in lists))
     return tuple(flat[end - len(part) : end] for part, end in zip(lists, ends, strict=True))
 

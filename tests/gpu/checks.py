@@ -1,0 +1,223 @@
+"""Every kernel on the device against its reference on the host; and graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from planes import plane, unpadded
+from schedules import Schedule, Worker
+from world import OPS, Batch, Sizes, make_pool, pinner
+
+from vllm_dhisparse.core.commands import (
+    PageBound,
+    SpanRestored,
+    StepCommands,
+    UnitAdded,
+    UnitLost,
+    UnitState,
+)
+from vllm_dhisparse.runtime.host_pool import HostLayer
+from vllm_dhisparse.runtime.ops import implementation
+from vllm_dhisparse.runtime.plan import Plan
+from vllm_dhisparse.runtime.row_format import decode
+from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
+
+TABLES = ("page_of_block", "block_of_page", "unit_blocks", "unit_of_block", "unit_state")
+TABLES += ("slot_of_row", "row_of_slot", "age", "hand")
+FORMATS = {
+    "bfloat16": (576, torch.bfloat16),
+    "fp8_ds_mla": (656, torch.uint8),
+    "fp8": (576, torch.uint8),
+    "odd": (1029, torch.uint8),
+}
+
+
+def check_schedules(sizes: Sizes, device: str) -> None:
+    """Random steps: every integer, and every row read, in one plan and in passes."""
+    for settings, staging in (({}, 4096), ({"page_rows": 128, "row_size": 656}, 40)):
+        left, right = Schedule(7, **settings), Schedule(7, **settings)
+        first = Worker("reference", left, staging)
+        second = Worker("triton", right, staging, device, pinner(device))
+        for _ in range(sizes.steps):
+            step = left.next()
+            expected, _ = first.run(step)
+            got, rows = second.run(right.next())
+            assert torch.equal(rows, step.expected), "a row read is not the row written"
+            for group, resolution in expected.items():
+                assert torch.equal(resolution.selected, got[group].selected)
+                assert torch.equal(resolution.fetched, got[group].fetched)
+                for one, other in zip(resolution.plans, got[group].plans, strict=True):
+                    assert all(map(same, one, other)), "plans differ"
+            compare_tables(first.tables, second.tables)
+
+
+def compare_tables(expected: Tables, got: Tables) -> None:
+    for name in TABLES:
+        assert torch.equal(getattr(expected, name), getattr(got, name).cpu()), name
+
+
+def same(left: Any, right: Any) -> bool:
+    if not isinstance(left, torch.Tensor):
+        return left == right
+    return torch.equal(left.cpu(), right.cpu())
+
+
+def check_restoring(sizes: Sizes, device: str) -> None:
+    """Spans of history back into units."""
+    shape = TableSizes(20, 4, 6, 128, 2, 2)
+    commands = (
+        PageBound(5, 3),
+        *(UnitAdded(unit, UnitState.OPTIONAL, (9 + unit, 14 + unit)) for unit in range(3)),
+        SpanRestored(0, 5, 0),
+        SpanRestored(1, 5, 0),
+        SpanRestored(2, 5, 64),
+        UnitLost(0),
+    )
+    worlds = [(implementation("reference"), Tables(shape)), (OPS, Tables(shape, device))]
+    pages = torch.arange(6 * 128 * 8, dtype=torch.int32).view(6, 128, 8)
+    home = pages if device == "cpu" else pages.pin_memory()
+    slabs = []
+    for ops, tables in worlds:
+        spans = ops.apply(StepCommands(0, commands), tables)
+        where = tables.errors.device
+        host = HostLayer.of(home)._replace(
+            chunk_addresses=torch.tensor([home.data_ptr()], device=where)
+        )
+        slabs.append(torch.zeros(20, 66, 8, dtype=torch.int32, device=where))
+        ops.restore(spans, 1, slabs[-1], tables.unit_blocks[:, 1], host)
+    assert same(*slabs), "restored rows differ"
+    compare_tables(worlds[0][1], worlds[1][1])
+    OPS.raise_errors(worlds[1][1])
+
+
+def check_copies(sizes: Sizes, device: str) -> None:
+    """Row formats: retrieve, in place, publish; first and last byte of every chunk."""
+    reference = plane("reference")
+    for name, (row_size, dtype) in FORMATS.items():
+        pool = make_pool(4 * sizes.requests[0], row_size, dtype, sizes, device)
+        layer, num_rows = pool.host_layer(0), pool.num_pages * pool.layer(0).shape[1]
+        edges = list(range(0, num_rows, layer.chunk_rows))
+        edges += [min(row + layer.chunk_rows, num_rows) - 1 for row in edges]
+        rows = torch.tensor(sorted({*edges, *range(0, num_rows, 37)}), dtype=torch.int32)
+        slot = torch.full_like(rows, -1)
+        slot[::3] = torch.arange(len(slot[::3]), dtype=torch.int32)
+        fetch = (torch.arange(len(rows)) % 2 == 0) | (slot < 0)
+        plan = Plan(0, 1, rows, slot, fetch, rows[None])
+        blocks = len(slot) // UNIT_ROWS + 2
+        slab = torch.randint(0, 100, (blocks, 66, row_size), dtype=torch.uint8).to(dtype)
+        column = torch.arange(blocks, dtype=torch.int32).flip(0)
+        on_device = Plan(0, 1, *(part.to(device) for part in plan[2:]))
+        slabs = [slab[:, :UNIT_ROWS], slab.to(device).clone()[:, :UNIT_ROWS]]
+        staging = torch.empty(len(rows), row_size, dtype=dtype)
+        staged = staging.to(device)
+        expected = reference.retrieve(plan, slabs[0], column, layer, staging)
+        got = OPS.retrieve(on_device, slabs[1], column.to(device), layer, staged)
+        assert same(expected, got), f"{name}: retrieved rows differ"
+        assert same(*slabs), f"{name}: slots differ"
+        if name == "fp8_ds_mla":
+            decoded = torch.empty(len(rows), 576, dtype=torch.bfloat16, device=device)
+            got = OPS.retrieve(on_device, slabs[1], column.to(device), layer, decoded)
+            torch.testing.assert_close(
+                got[0].cpu(), decode(expected[0]), rtol=0, atol=0, equal_nan=True
+            )
+        target = torch.arange(len(rows)).flip(0)
+        target[::5] = -1
+        OPS.publish(staged, target.to(device), layer)
+        synchronize(device)
+        home = pool.layer(0).flatten(0, 1)[target[target >= 0]]
+        assert same(home, staging[target >= 0]), f"{name}: published rows differ"
+        pool.close()
+
+
+def check_attention(sizes: Sizes, device: str) -> None:
+    """Against float64, from staging and in place, alone and in a batch."""
+    for heads in sizes.heads:
+        random = torch.Generator().manual_seed(heads)
+        rows = torch.randn(8, 66, 576, generator=random).bfloat16()
+        query = torch.randn(sizes.tokens, heads, 576, generator=random).bfloat16()
+        remap = torch.randint(-1, 500, (sizes.tokens, sizes.top_k), generator=random).int()
+        remap[1] = -1
+        flat = rows.view(-1, 576)
+        picked = flat[remap.clamp(min=0).long()].double()
+        scores = torch.einsum("thd,tkd->thk", query.double(), picked) * 0.04
+        scores = scores.masked_fill(remap[:, None] < 0, float("-inf"))
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        expected = torch.einsum("thk,tkd->thd", weights, picked[..., :512])
+        query, rows, remap = (part.to(device) for part in (query, rows, remap))
+        got = OPS.attend(query, rows.view(1, -1, 576), remap, 0.04, 512)
+        torch.testing.assert_close(got.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+        alone = OPS.attend(query[2:3], rows.view(1, -1, 576), remap[2:3], 0.04, 512)
+        assert same(got[2:3], alone), "a query differs with its batch"
+        places = torch.arange(528, dtype=torch.int32, device=device)
+        places[::3] = -1 - places[::3]
+        staging = rows.reshape(-1, 576).clone()
+        holes = rows.clone().view(-1, 576)
+        holes[::3] = float("nan")
+        slab = holes.view(8, 66, 576)[:, :UNIT_ROWS]
+        in_place = OPS.attend_in_place(query, slab, staging, places, remap, 0.04, 512)
+        assert same(got, in_place), "rows in place give other bits"
+
+
+def check_graph(sizes: Sizes, device: str) -> None:
+    """Capture resolve, retrieve and attend once; replay them on other selections."""
+    batch = Batch(sizes.requests[0], sizes, device)
+    pool = make_pool(batch.table_sizes.num_pages, 576, torch.bfloat16, sizes, device)
+    reference = plane("reference")
+    expected_tables, tables = batch.tables(reference, "cpu"), batch.tables(OPS, device)
+    num_blocks, staging_rows = batch.table_sizes.num_blocks, len(batch.owner) * sizes.top_k
+    slab = torch.zeros(num_blocks, 66, 576, dtype=torch.bfloat16, device=device)[:, :UNIT_ROWS]
+    staging = torch.zeros(staging_rows, 576, dtype=torch.bfloat16, device=device)
+    query = torch.randn(len(batch.owner), sizes.heads[0], 576).bfloat16().to(device)
+    selected, queries, scratch = batch.select().to(device), batch.queries(device), batch.scratch()
+    held: dict[str, Any] = {}
+
+    def step() -> None:
+        held["found"] = OPS.resolve(selected, queries, tables, 0, staging_rows, scratch)
+        (plan,) = held["found"].plans
+        column = tables.unit_blocks[:, 0]
+        rows = OPS.retrieve(plan, slab, column, pool.host_layer(0), staging)
+        held["rows"] = rows
+        held["out"] = OPS.attend(query, rows, plan.remap, 0.04, 512, scratch)
+
+    replay = captured(step, device)
+    asked = batch.queries("cpu")
+    cpu_scratch = Batch(1, sizes, "cpu").scratch()
+    fresh = batch.tables(OPS, device)  # what the warm-up left
+    for name in TABLES:
+        getattr(tables, name).copy_(getattr(fresh, name))
+    for _ in range(sizes.steps):
+        chosen = batch.select()
+        selected.copy_(chosen)
+        replay()
+        expected = reference.resolve(chosen, asked, expected_tables, 0, staging_rows, cpu_scratch)
+        plan = unpadded(held["found"].plans[0])
+        assert all(map(same, expected.plans[0], plan)), "a replayed plan differs"
+        assert same(expected.fetched, held["found"].fetched)
+        home = pool.layer(0).flatten(0, 1)[expected.plans[0].union.long()]
+        rows = held["rows"][0, : len(home)]
+        assert same(home.view(torch.int16), rows.view(torch.int16)), "a replayed row differs"
+        again = OPS.attend(query, rows[None], plan.remap.contiguous(), 0.04, 512)
+        assert same(again, held["out"]), "replayed attention differs"
+    OPS.raise_errors(tables)
+    pool.close()
+
+
+def captured(step: Callable[[], object], device: str) -> Callable[[], object]:
+    """Return the step as a graph to replay; without a device the step itself."""
+    if device == "cpu":
+        return step
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+CHECKS = (check_schedules, check_restoring, check_copies, check_attention, check_graph)
