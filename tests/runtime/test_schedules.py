@@ -123,7 +123,7 @@ def test_f07_implementations_agree_at_the_size_of_a_real_step(name, staging_rows
         torch.arange(240, dtype=torch.int32).view(6, 40),
         torch.arange(6) == 5,
     )
-    for _ in range(4 if name != "triton" else 2):
+    for _ in range(4 if name != "triton" else 2 if staging_rows > 3000 else 1):
         selected = (torch.rand(len(owner), 700, generator=generator) ** 2 * 5050).int()
         expected, got = (
             ops.resolve(selected, queries, tables, 0, staging_rows, scratch)

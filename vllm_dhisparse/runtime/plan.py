@@ -64,8 +64,6 @@ class Plan(NamedTuple):
 class Resolution(NamedTuple):
     """Plans of a step, which cover its queries in order, and its row counters.
 
-    The counters, too, last until the next use of the scratch.
-
     ``selected``: [phases, tiers] int64 - selections, duplicates included, by the tier in
     which the row was found before anything was fetched;
     ``fetched``: [phases] int64 - rows copied from the host; a row that both kinds of

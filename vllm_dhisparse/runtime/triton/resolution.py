@@ -69,11 +69,12 @@ class _Resolver:
         self.marks = self._int32s("marks", len(Phase) * self.num_words)
         self.generation = self.marks[: self.num_words]
         self.rows = self._int32s("remap", selected.numel()).view(selected.shape)
-        counters = scratch.take("counters", len(Phase) * (len(Tier) + 1), dtype=torch.int64)
+        # Not in scratch: they outlive the plans. Inside a graph it is the graph's memory.
+        shape = len(Phase) * (len(Tier) + 1)
+        counters = torch.zeros(shape, dtype=torch.int64, device=selected.device)
         self.counted = counters[: len(Phase) * len(Tier)].view(len(Phase), len(Tier))
         self.fetched = counters[len(Phase) * len(Tier) :]
         self.marks.zero_()
-        counters.zero_()
 
     def resolve(self, staging_rows: int) -> Resolution:
         num_tokens, size = self.selected.shape[0], self.selected.numel()
