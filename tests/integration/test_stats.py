@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_dhisparse import __version__
 from vllm_dhisparse.integration import stats as carrier
-from vllm_dhisparse.integration.row_counters import RowCounters
+from vllm_dhisparse.integration.row_counters import HostRowCounters
 from vllm_dhisparse.integration.stats import DHiSparsePromMetrics, DHiSparseStats
 from vllm_dhisparse.metrics import EXTRA_PASSES, FETCHED_ROWS, METRICS, MODE_INFO, Metric
 
@@ -113,11 +113,11 @@ def test_ranks_add_up_and_the_last_level_counts():
 
 @pytest.mark.parametrize("counts_rows", [True, False], ids=["rank 0", "another rank"])
 def test_one_rank_counts_rows_and_passes_and_all_count_bytes(counts_rows):
-    counters = RowCounters(counts_rows)
+    counters = HostRowCounters(counts_rows, [10])
     counts = torch.ones(2, 4, dtype=torch.int64)
     resolution = SimpleNamespace(selected=counts, fetched=counts[:, 0], plans=(0, 0, 0))
     metadata = SimpleNamespace(verifies=False, num_actual_tokens=5)
-    counters.add_resolution(resolution, metadata, layer_bytes=10)
+    counters.add_resolution(resolution, metadata, index_group=0)
     counted = counters.take_stats().data["counters"]
     assert counted["transfer_bytes/host_to_device"] == 20
     assert counted["transfer_bytes/device_to_host"] == 50

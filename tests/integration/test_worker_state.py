@@ -9,7 +9,7 @@ from vllm_dhisparse.integration.attention import DHiSparseImpl
 from vllm_dhisparse.integration.connector import latent_layers
 from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
-from vllm_dhisparse.integration.row_counters import RowCounters
+from vllm_dhisparse.integration.row_counters import HostRowCounters
 from vllm_dhisparse.integration.worker_state import WorkerState
 from vllm_dhisparse.runtime.ops import data_plane
 
@@ -48,13 +48,16 @@ def test_layers_are_placed_by_their_number_also_beyond_the_tenth():
     )
     groups = [SimpleNamespace(kv_cache_spec=keys, layer_names=["model.layers.0.indexer.k_cache"])]
     groups += [SimpleNamespace(kv_cache_spec=latent, layer_names=NAMES[i::3]) for i in range(3)]
+    sizes = Geometry(DHiSparseConfig(), 16, torch.float32, NUM_LAYERS, plan, 1, 8)
+    ops = data_plane("cpu")
     state = WorkerState(
-        Geometry(DHiSparseConfig(), 16, torch.float32, NUM_LAYERS, plan, 1, 8),
+        sizes,
         SimpleNamespace(kv_cache_groups=groups, num_blocks=31),
         layers,
         num_pages=3,
-        ops=data_plane("cpu"),
-        counters=RowCounters(True),
+        ops=ops,
+        counters=HostRowCounters(True, [64 * 2, 64 * 8, 64 * 2]),
+        device=layers[NAMES[0]].impl.worker_device(ops, sizes),
     )
     assert [place.index_group for place in state.places] == [0, 0, *[1] * 8, 2, 2]
     assert [place.latent_group for place in state.places] == [0, 1, 2] * 4

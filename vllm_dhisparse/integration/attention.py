@@ -15,10 +15,15 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
+from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
-from vllm_dhisparse.integration.layers import LayerPath
+from vllm_dhisparse.integration.layers import LayerPath, PlaneAttention
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata, DHiSparseMetadataBuilder
 from vllm_dhisparse.integration.names import BACKEND, KV_CACHE_DTYPES
+from vllm_dhisparse.integration.row_counters import HostRowCounters, RowCounters
+from vllm_dhisparse.integration.worker_state import Device
+from vllm_dhisparse.runtime.ops import DataPlane
+from vllm_dhisparse.runtime.scratch import Scratch
 
 
 class LatentPlan(NamedTuple):
@@ -75,6 +80,7 @@ class DHiSparseBackend(AttentionBackend):
             head_size=spec.head_size,
             dtype=spec.dtype,
             max_tp_shards=spec.max_tp_shards,
+            state_content_bytes=spec.state_content_bytes,
             page_size_padded=cls.latent.page_size_padded,
             base_units_per_request=cls.latent.base_units,
         )
@@ -134,6 +140,21 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
         self.path: LayerPath | None = None
         """Set by this engine's connector once the KV cache stands."""
+
+    def worker_device(self, ops: DataPlane, sizes: Geometry) -> Device:
+        """Return how a worker of layers like this one works; they share what is in it."""
+        rows = 0 if sizes.config.residency == "resident" else sizes.staging_rows
+        staging = torch.empty(rows, sizes.row_size, dtype=sizes.dtype)
+        scratch = Scratch()
+        attention = PlaneAttention(ops, scratch)
+        return Device(staging.device, None, staging, scratch, attention, lambda metadata: metadata)
+
+    @staticmethod
+    def row_counters(
+        counts_rows: bool, layer_bytes: list[int], device: torch.device
+    ) -> RowCounters:
+        """Return the counters of a worker, see ``row_counters.RowTotals``."""
+        return HostRowCounters(counts_rows, layer_bytes)
 
     def record_logical_topk_ready(self) -> None:
         """Do nothing: on CPU the selection is complete when the indexer returns."""

@@ -46,7 +46,7 @@ from vllm_dhisparse.integration.trace_recorder import (
     record_leaders,
     recorded_step,
 )
-from vllm_dhisparse.integration.worker_state import WorkerState
+from vllm_dhisparse.integration.worker_state import WorkerState, index_groups_of
 from vllm_dhisparse.metrics import (
     DRAFT_RING_ROWS,
     DRAFT_RING_WRAPS,
@@ -106,8 +106,8 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        is_worker = role is KVConnectorRole.WORKER
-        self._counters = RowCounters(is_worker and get_tensor_model_parallel_rank() == 0)
+        self._counters: RowCounters | None = None
+        """Of a worker, once its KV cache stands."""
         self._sizes = geometry(vllm_config)
         self._scheduler_state: SchedulerState | None = None
         self._worker: WorkerState | None = None
@@ -120,7 +120,11 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._adaptations = DHiSparseStats()
         self._recorder: TraceRecorder | None = None
         folder = self._sizes.config.record_traces
-        if folder is not None and is_worker and get_tensor_model_parallel_rank() == 0:
+        if (
+            folder is not None
+            and role is KVConnectorRole.WORKER
+            and get_tensor_model_parallel_rank() == 0
+        ):
             self._recorder = TraceRecorder(Path(folder), vllm_config.model_config.model)
 
     @property
@@ -157,12 +161,23 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         groups = self._kv_cache_config.kv_cache_groups
         rings = [group for group in groups if isinstance(group.kv_cache_spec, DraftRingSpec)]
         self._ring_caches = [kv_caches[name] for group in rings for name in group.layer_names]
-        ops = data_plane("cpu")
         context = self._vllm_config.compilation_config.static_forward_context
         layers = latent_layers(kv_caches, context)
+        index_groups = index_groups_of(layers)
+        first = next(iter(layers.values()))
+        ops = data_plane(first.kv_cache.device)
+        device = first.impl.worker_device(ops, self._sizes)
+        rank = get_tensor_model_parallel_rank()
+        layer_bytes = [
+            index_groups.count(group) * self._sizes.row_bytes
+            for group in range(index_groups[-1] + 1)
+        ]
+        self._counters = counters = first.impl.row_counters(rank == 0, layer_bytes, device.device)
         if self._sizes.config.residency == "resident":
-            for layer in layers.values():
-                layer.impl.path = ResidentLayer(ops, self._counters, layer.impl.is_leader)
+            for layer, group in zip(layers.values(), index_groups, strict=True):
+                layer.impl.path = ResidentLayer(
+                    device.attention, counters, group, layer.impl.is_leader
+                )
             if self._recorder is not None:
                 record_leaders(layers, self._recorder, lambda metadata: metadata)
             return
@@ -172,8 +187,9 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             layers,
             self._num_pages,
             ops,
-            self._counters,
-            get_tensor_model_parallel_rank(),
+            counters,
+            device,
+            rank,
         )
         for layer, place in zip(layers.values(), worker.places, strict=True):
             layer.impl.path = HierarchyLayer(worker, place, layer.impl.is_leader)
@@ -182,9 +198,14 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = worker
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Apply the step's commands. vLLM calls this once a step, before the forward pass."""
+        """Apply the step's commands. vLLM calls this once a step, before the forward pass.
+
+        On CUDA that is on the stream of the forward pass, after metadata was built.
+        """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
+        assert self._counters is not None
+        self._counters.begin_step()
         if self._recorder is not None and connector_metadata.recorded is not None:
             self._recorder.begin_step(connector_metadata.recorded)
         for cache in self._ring_caches:
@@ -204,6 +225,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerReport:
         """Return what the scheduler's controller needs to know of this step."""
+        assert self._counters is not None
         return WorkerReport(self._counters.take_fetched(), self._counters.take_usage())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -313,7 +335,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
                 stats.add(DRAFT_RING_WRAPS.key(), wraps)
             stats.data["gauges"].update(self._levels(self._kv_cache_manager))
             return stats
-        return self._counters.take_stats()
+        return None if self._counters is None else self._counters.take_stats()
 
     def _levels(self, manager: "KVCacheManager") -> dict[str, float]:
         state = self._scheduler_state

@@ -29,7 +29,9 @@ def host_pages(vllm_config: "VllmConfig", sizes: Geometry) -> int:
     max_len = vllm_config.model_config.max_model_len
     if config.host_pool_gib is None:
         # The device of a CPU engine is the same memory, and vLLM has its share of it.
-        left = max(available_bytes() - kv_cache_bytes(vllm_config), 0)
+        on_cuda = vllm_config.device_config.device_type == "cuda"
+        taken = 0 if on_cuda else kv_cache_bytes(vllm_config)
+        left = max(available_bytes() - taken, 0)
         budget = left // 2 // max(parallel.data_parallel_size_local, 1)
     else:
         budget = int(config.host_pool_gib * 2**30)

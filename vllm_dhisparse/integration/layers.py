@@ -1,15 +1,50 @@
 """What one attention layer does with its rows, by residency."""
 
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from vllm_dhisparse.integration.metadata import DHiSparseMetadata
 from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.integration.worker_state import LayerPlace, WorkerState
 from vllm_dhisparse.runtime.ops import DataPlane
 from vllm_dhisparse.runtime.scratch import Scratch
+
+
+class RowAttention(Protocol):
+    """Sparse MLA over rows by index."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        remap: torch.Tensor,
+        scale: float,
+        value_size: int,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """See ``runtime.ops.DataPlane.attend``; ``metadata`` is the batch's, of this step."""
+        ...
+
+
+class PlaneAttention:
+    """The data plane's own attention."""
+
+    def __init__(self, ops: DataPlane, scratch: Scratch) -> None:
+        self._ops = ops
+        self._scratch = scratch
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        remap: torch.Tensor,
+        scale: float,
+        value_size: int,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """See ``RowAttention``."""
+        return self._ops.attend(query, rows, remap, scale, value_size, self._scratch)
 
 
 class LayerPath(Protocol):
@@ -30,7 +65,7 @@ class LayerPath(Protocol):
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         selected: torch.Tensor,
-        metadata: DHiSparseMetadata,
+        metadata: Any,
         scale: float,
         value_size: int,
     ) -> torch.Tensor:
@@ -40,7 +75,7 @@ class LayerPath(Protocol):
             query: [num_tokens, num_heads, row_size].
             kv_cache: [num_blocks, block_size, row_size].
             selected: [num_tokens, index_topk] int32 - positions, -1 = unused place.
-            metadata: the batch.
+            metadata: the batch, of the worker's device.
             scale: factor of the scores.
             value_size: leading values of a row that are the value.
 
@@ -54,11 +89,13 @@ class LayerPath(Protocol):
 class ResidentLayer:
     """All rows lie in vLLM's own blocks."""
 
-    def __init__(self, ops: DataPlane, counters: RowCounters, is_leader: bool) -> None:
-        self._ops = ops
+    def __init__(
+        self, attention: RowAttention, counters: RowCounters, index_group: int, is_leader: bool
+    ) -> None:
+        self._attention = attention
         self._counters = counters
+        self._index_group = index_group
         self._is_leader = is_leader
-        self._scratch = Scratch()
 
     def publish(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Nothing: the row is where it stays."""
@@ -68,15 +105,15 @@ class ResidentLayer:
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         selected: torch.Tensor,
-        metadata: DHiSparseMetadata,
+        metadata: Any,
         scale: float,
         value_size: int,
     ) -> torch.Tensor:
         """Attend through the block table."""
         if self._is_leader:
-            self._counters.add_resident(selected, metadata)
+            self._counters.add_resident(selected, metadata, self._index_group)
         remap = metadata.physical_rows(selected)
-        return self._ops.attend(query, kv_cache, remap, scale, value_size, self._scratch)
+        return self._attention.attend(query, kv_cache, remap, scale, value_size, metadata)
 
 
 class HierarchyLayer:
@@ -109,7 +146,7 @@ class HierarchyLayer:
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         selected: torch.Tensor,
-        metadata: DHiSparseMetadata,
+        metadata: Any,
         scale: float,
         value_size: int,
     ) -> torch.Tensor:
@@ -122,14 +159,14 @@ class HierarchyLayer:
         seconds += perf_counter()
         host = self._place.host
         unit_blocks = worker.tables.unit_blocks[:, self._place.latent_group]
-        out = query.new_empty(*query.shape[:2], value_size)
+        answers = []
         for plan in worker.resolution.plans:
             seconds -= perf_counter()
             rows = worker.ops.retrieve(plan, kv_cache, unit_blocks, host, worker.staging)
             seconds += perf_counter()
-            part = slice(plan.first, plan.last)
-            out[part] = worker.ops.attend(
-                query[part], rows, plan.remap, scale, value_size, worker.scratch
+            asked = query[plan.first : plan.last]
+            answers.append(
+                worker.attention.attend(asked, rows, plan.remap, scale, value_size, metadata)
             )
         worker.counters.add_retrieval(metadata, len(worker.resolution.plans), seconds)
-        return out
+        return answers[0] if len(answers) == 1 else torch.cat(answers)

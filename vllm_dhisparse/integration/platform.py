@@ -12,8 +12,6 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
-from vllm_dhisparse.integration.compat import unsupported_reason
-from vllm_dhisparse.integration.refusals import refuse_connector_alone, refuse_unsupported
 from vllm_dhisparse.integration.v2_runner import choose_runner, forget_runner
 
 if TYPE_CHECKING:
@@ -53,20 +51,15 @@ class DHiSparseCpuPlatform(_StockPlatform):
         """
         from vllm.config import CompilationMode
 
-        from vllm_dhisparse.integration.connector_registration import names_our_connector
+        from vllm_dhisparse.integration.choice import add_connector, checked_choice
 
-        chosen = is_dhisparse(vllm_config.attention_config.backend)
-        if not chosen and not names_our_connector(vllm_config.kv_transfer_config):
+        chosen = checked_choice(vllm_config)
+        if chosen is None:
             forget_runner()
             super().check_and_update_config(vllm_config)
             return
         if chosen:
-            if reason := unsupported_reason():
-                raise ValueError(reason)
-            refuse_unsupported(vllm_config)
             choose_runner(vllm_config)
-        else:
-            refuse_connector_alone(vllm_config)
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         # Stock vLLM's CPU kernels for dense MLA need blocks of 16 tokens and whole
         # prompts. Ours do not, so these settings stay as the user (or vLLM) chose them.
@@ -89,7 +82,7 @@ class DHiSparseCpuPlatform(_StockPlatform):
             "-rotary_embedding",
         ]
         if chosen and vllm_config.model_config is not None:
-            cls._choose_residency(vllm_config)
+            add_connector(vllm_config)
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -109,19 +102,3 @@ class DHiSparseCpuPlatform(_StockPlatform):
         finally:
             if hidden is not None:
                 sys.modules["llvmlite.binding.ffi"] = hidden
-
-    @staticmethod
-    def _choose_residency(vllm_config: "VllmConfig") -> None:
-        """Check the settings and add the connector, with what all processes must agree on."""
-        from vllm_dhisparse.integration.connector_registration import transfer_config
-        from vllm_dhisparse.integration.geometry import geometry
-        from vllm_dhisparse.integration.host_budget import host_pages
-        from vllm_dhisparse.integration.names import HOST_PAGES
-
-        sizes = geometry(vllm_config)
-        transfer = vllm_config.kv_transfer_config
-        if transfer is None or transfer.kv_connector is None:
-            vllm_config.kv_transfer_config = transfer = transfer_config()
-        if sizes.config.residency != "resident":
-            extra = transfer.kv_connector_extra_config
-            extra.setdefault(HOST_PAGES, host_pages(vllm_config, sizes))

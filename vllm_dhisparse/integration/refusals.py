@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
+from vllm_dhisparse.integration.cuda.refusals import cuda_reasons
 from vllm_dhisparse.integration.draft_window import attends_to_all
 from vllm_dhisparse.integration.geometry import dhisparse_config
 from vllm_dhisparse.integration.names import (
@@ -10,6 +11,7 @@ from vllm_dhisparse.integration.names import (
     CONNECTOR,
     DRAFTS_WITH_CACHE,
     DRAFTS_WITHOUT_CACHE,
+    FP8_ROWS,
     HOST_PAGES,
     KV_CACHE_DTYPES,
 )
@@ -26,6 +28,7 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
         *_host_pages(vllm_config),
         *_parallelism(vllm_config),
         *_speculation(vllm_config),
+        *(cuda_reasons(vllm_config) if _on_cuda(vllm_config) else ()),
     ]
     if reasons:
         raise ValueError(
@@ -69,10 +72,13 @@ def _model(vllm_config: "VllmConfig") -> list[str]:
     if model.enable_sleep_mode:
         reasons.append("sleep mode loses the device's KV cache; remove --enable-sleep-mode")
     if vllm_config.lora_config is not None:
-        reasons.append(
-            "LoRA on mixture-of-experts layers needs Triton kernels, which vLLM's CPU build "
-            "lacks; remove --enable-lora"
+        reason = (
+            "LoRA was not tried with DHISPARSE"
+            if _on_cuda(vllm_config)
+            else "LoRA on mixture-of-experts layers needs Triton kernels, which vLLM's CPU build "
+            "lacks"
         )
+        reasons.append(f"{reason}; remove --enable-lora")
     return reasons
 
 
@@ -80,11 +86,13 @@ def _memory(vllm_config: "VllmConfig") -> list[str]:
     cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
     reasons = []
-    if cache.cache_dtype not in KV_CACHE_DTYPES:
-        reasons.append(
-            f"--kv-cache-dtype {cache.cache_dtype} is not one of {', '.join(KV_CACHE_DTYPES)}"
-        )
-    elif cache.cache_dtype != "auto" and _dtype(vllm_config) not in (None, cache.cache_dtype):
+    dtypes = (*KV_CACHE_DTYPES, FP8_ROWS) if _on_cuda(vllm_config) else KV_CACHE_DTYPES
+    if cache.cache_dtype not in dtypes:
+        reasons.append(f"--kv-cache-dtype {cache.cache_dtype} is not one of {', '.join(dtypes)}")
+    elif cache.cache_dtype not in ("auto", FP8_ROWS) and _dtype(vllm_config) not in (
+        None,
+        cache.cache_dtype,
+    ):
         reasons.append(
             f"--kv-cache-dtype {cache.cache_dtype}: rows keep the model's dtype, here "
             f"{_dtype(vllm_config)}; remove the option"
@@ -129,6 +137,10 @@ def _dtype(vllm_config: "VllmConfig") -> str | None:
     """Return the name of the model's dtype, None without a model."""
     model = vllm_config.model_config
     return None if model is None else str(model.dtype).removeprefix("torch.")
+
+
+def _on_cuda(vllm_config: "VllmConfig") -> bool:
+    return bool(vllm_config.device_config.device_type == "cuda")
 
 
 def _parallelism(vllm_config: "VllmConfig") -> list[str]:

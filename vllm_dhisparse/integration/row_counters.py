@@ -1,5 +1,7 @@
 """Counts of one worker: rows by where they were found, and bytes moved."""
 
+from typing import Any, Protocol
+
 import torch
 
 from vllm_dhisparse.core.working_set import Usage
@@ -18,20 +20,119 @@ from vllm_dhisparse.metrics import (
 from vllm_dhisparse.runtime.plan import Phase, Resolution, Tier
 
 
-class RowCounters:
-    """What happened since it was last taken.
+class RowCounters(Protocol):
+    """What happened on a worker since it was last taken; metadata is that of its device."""
+
+    samples_usage: bool
+    """Whether the use of sampled steps is looked at, which waits for the device."""
+
+    def begin_step(self) -> None:
+        """Note that a step starts; once a step, before anything of it is counted."""
+
+    def add_resident(self, selected: torch.Tensor, metadata: Any, index_group: int) -> None:
+        """Count one index group's selection where all rows are in vLLM's own blocks.
+
+        Args:
+            selected: [num_tokens, index_topk] int32, -1 = unused place.
+            metadata: the batch.
+            index_group: of the selection.
+
+        """
+
+    def add_resolution(self, resolution: Resolution, metadata: Any, index_group: int) -> None:
+        """Count one index group's step.
+
+        Args:
+            resolution: rows by tier.
+            metadata: the batch.
+            index_group: of the selection.
+
+        """
+
+    def add_restored(self, num_rows: torch.Tensor) -> None:
+        """Count rows restored outside any step's plan: [index_groups] int64, in each layer."""
+
+    def take_stats(self) -> DHiSparseStats | None:
+        """Return the counters for /metrics, and start again."""
+
+    def take_fetched(self) -> int:
+        """Return the rows fetched for decode and verify by the index group that fetched most.
+
+        To be taken in each step; starts again.
+        """
+
+    def add_usage(self, usage: Usage) -> None:
+        """Note what one index group used in a step that is sampled."""
+
+    def take_usage(self) -> Usage | None:
+        """Return what a sampled step used, once."""
+
+    def add_retrieval(self, metadata: Any, passes: int, seconds: float) -> None:
+        """Count the use of staging by one layer, and the time it took to fill it."""
+
+
+class RowTotals:
+    """Sums of one worker on the host.
 
     Args:
         counts_rows: whether this rank reports rows. Latent rows are the same on every
             tensor-parallel rank, so only one does; bytes are every rank's own.
+        layer_bytes: by index group, bytes of one row in all its layers.
 
     """
 
-    def __init__(self, counts_rows: bool) -> None:
+    def __init__(self, counts_rows: bool, layer_bytes: list[int]) -> None:
         self._counts_rows = counts_rows
+        self._layer_bytes = layer_bytes
         self._stats = DHiSparseStats()
         self._fetched = 0
         self._usage: Usage | None = None
+        self._fetched_in_step = 0
+
+    def begin_step(self) -> None:
+        """Close the step before: of its index groups, the one that fetched most counts."""
+        self._fetched += self._fetched_in_step
+        self._fetched_in_step = 0
+
+    def add_rows(
+        self,
+        index_group: int,
+        selected: torch.Tensor,
+        fetched: torch.Tensor,
+        num_written: int,
+        verifies: bool,
+        extra_passes: int = 0,
+    ) -> None:
+        """Count one index group's step.
+
+        Args:
+            index_group: of the selection.
+            selected: [phases, tiers] int64, see ``runtime.plan.Resolution``.
+            fetched: [phases] int64.
+            num_written: rows written through to the host.
+            verifies: whether generation was verification of drafts.
+            extra_passes: times that staging was filled again.
+
+        """
+        self._fetched_in_step = max(self._fetched_in_step, int(fetched[Phase.GENERATION]))
+        layer_bytes = self._layer_bytes[index_group]
+        self._add_bytes("host_to_device", int(fetched.sum()) * layer_bytes)
+        self._add_bytes("device_to_host", num_written * layer_bytes)
+        if not self._counts_rows:
+            return
+        if extra_passes:
+            self._stats.add(EXTRA_PASSES.key(), extra_passes)
+        for phase in Phase:
+            name = "verify" if verifies else "decode"
+            name = "prefill" if phase is Phase.PREFILL else name
+            for tier, amount in zip(Tier, selected[phase].tolist(), strict=True):
+                self._stats.add(SELECTED_ROWS.key(tier.name.lower(), name), amount)
+            self._stats.add(FETCHED_ROWS.key(name), int(fetched[phase]))
+
+    def add_restored(self, num_rows: list[int]) -> None:
+        """Count rows of each index group that were restored in each of its layers."""
+        pairs = zip(num_rows, self._layer_bytes, strict=True)
+        self._add_bytes("host_to_device", sum(rows * size for rows, size in pairs))
 
     def take_stats(self) -> DHiSparseStats | None:
         """Return the counters for /metrics, and start again."""
@@ -41,10 +142,8 @@ class RowCounters:
         return stats
 
     def take_fetched(self) -> int:
-        """Return the rows fetched for decode and verify by the index group that fetched most.
-
-        To be taken in each step; starts again.
-        """
+        """Return the rows fetched for decode and verify, and start again."""
+        self.begin_step()
         fetched, self._fetched = self._fetched, 0
         return fetched
 
@@ -62,69 +161,76 @@ class RowCounters:
             for rows in usage.union_rows:
                 self._stats.observe(UNION_ROWS.key(), rows)
 
-    def add_resident(self, selected: torch.Tensor, metadata: DHiSparseMetadata) -> None:
-        """Count one index group's selection where all rows are in vLLM's own blocks.
+    def add_retrieval(self, phase: str, passes: int, seconds: float) -> None:
+        """Count the use of staging by one layer, and the time it took to fill it."""
+        if self._counts_rows:
+            self._stats.add(STAGING_ACQUIRES.key(phase), passes)
+            self._stats.add(RETRIEVAL_SECONDS.key(phase), seconds)
 
-        Args:
-            selected: [num_tokens, index_topk] int32, -1 = unused place.
-            metadata: the batch.
+    def _add_bytes(self, direction: str, amount: int) -> None:
+        if amount:
+            self._stats.add(TRANSFER_BYTES.key(direction), amount)
 
-        """
+
+class HostRowCounters:
+    """Row counters of a worker whose device is the host; see ``RowTotals``."""
+
+    samples_usage = True
+
+    def __init__(self, counts_rows: bool, layer_bytes: list[int]) -> None:
+        self._totals = RowTotals(counts_rows, layer_bytes)
+
+    def begin_step(self) -> None:
+        """See ``RowCounters``."""
+        self._totals.begin_step()
+
+    def add_resident(
+        self, selected: torch.Tensor, metadata: DHiSparseMetadata, index_group: int
+    ) -> None:
+        """See ``RowCounters``."""
         rows = (selected >= 0).sum(dim=1)
         is_prefill = metadata.is_prefill[metadata.token_request]
         counts = torch.zeros(len(Phase), len(Tier), dtype=torch.int64)
         counts[Phase.PREFILL, Tier.TAIL] = rows[is_prefill].sum()
         counts[Phase.GENERATION, Tier.TAIL] = rows[~is_prefill].sum()
-        self._add_rows(counts, torch.zeros(len(Phase), dtype=torch.int64), metadata)
+        fetched = torch.zeros(len(Phase), dtype=torch.int64)
+        self._totals.add_rows(index_group, counts, fetched, 0, metadata.verifies)
 
     def add_resolution(
-        self,
-        resolution: Resolution,
-        metadata: DHiSparseMetadata,
-        layer_bytes: int,
+        self, resolution: Resolution, metadata: DHiSparseMetadata, index_group: int
     ) -> None:
-        """Count one index group's step.
+        """See ``RowCounters``."""
+        self._totals.add_rows(
+            index_group,
+            resolution.selected,
+            resolution.fetched,
+            metadata.num_actual_tokens,
+            metadata.verifies,
+            len(resolution.plans) - 1,
+        )
 
-        Args:
-            resolution: rows by tier.
-            metadata: the batch.
-            layer_bytes: bytes of one row in all layers of the group.
+    def add_restored(self, num_rows: torch.Tensor) -> None:
+        """See ``RowCounters``."""
+        self._totals.add_restored(num_rows.tolist())
 
-        """
-        self._add_rows(resolution.selected, resolution.fetched, metadata)
-        if self._counts_rows and len(resolution.plans) > 1:
-            self._stats.add(EXTRA_PASSES.key(), len(resolution.plans) - 1)
-        self._fetched = max(self._fetched, int(resolution.fetched[Phase.GENERATION]))
-        moved = {
-            "host_to_device": int(resolution.fetched.sum()) * layer_bytes,
-            "device_to_host": metadata.num_actual_tokens * layer_bytes,
-        }
-        for direction, amount in moved.items():
-            self._stats.add(TRANSFER_BYTES.key(direction), amount)
+    def take_stats(self) -> DHiSparseStats | None:
+        """See ``RowCounters``."""
+        return self._totals.take_stats()
 
-    def add_restored(self, num_bytes: int) -> None:
-        """Count bytes of spans that were restored outside any step's plan."""
-        if num_bytes:
-            self._stats.add(TRANSFER_BYTES.key("host_to_device"), num_bytes)
+    def take_fetched(self) -> int:
+        """See ``RowCounters``."""
+        return self._totals.take_fetched()
+
+    def add_usage(self, usage: Usage) -> None:
+        """See ``RowCounters``."""
+        self._totals.add_usage(usage)
+
+    def take_usage(self) -> Usage | None:
+        """See ``RowCounters``."""
+        return self._totals.take_usage()
 
     def add_retrieval(self, metadata: DHiSparseMetadata, passes: int, seconds: float) -> None:
-        """Count the use of staging by one layer, and the time it took to fill it."""
-        if self._counts_rows:
-            phase = "prefill" if metadata.is_prefill.all() else _generation(metadata)
-            self._stats.add(STAGING_ACQUIRES.key(phase), passes)
-            self._stats.add(RETRIEVAL_SECONDS.key(phase), seconds)
-
-    def _add_rows(
-        self, selected: torch.Tensor, fetched: torch.Tensor, metadata: DHiSparseMetadata
-    ) -> None:
-        if not self._counts_rows:
-            return
-        for phase in Phase:
-            name = "prefill" if phase is Phase.PREFILL else _generation(metadata)
-            for tier, amount in zip(Tier, selected[phase].tolist(), strict=True):
-                self._stats.add(SELECTED_ROWS.key(tier.name.lower(), name), amount)
-            self._stats.add(FETCHED_ROWS.key(name), int(fetched[phase]))
-
-
-def _generation(metadata: DHiSparseMetadata) -> str:
-    return "verify" if metadata.verifies else "decode"
+        """See ``RowCounters``."""
+        generation = "verify" if metadata.verifies else "decode"
+        phase = "prefill" if metadata.is_prefill.all() else generation
+        self._totals.add_retrieval(phase, passes, seconds)

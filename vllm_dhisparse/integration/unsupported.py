@@ -4,10 +4,10 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_dhisparse.integration.compat import unsupported_reason
+from vllm_dhisparse.integration.compat import SUPPORTED, unsupported_reason
 
 NO_PLATFORM = "DHISPARSE needs its own platform; unset VLLM_TARGET_DEVICE."
-NO_CUDA = "DHISPARSE runs on vLLM's CPU build only; its CUDA data plane is not released yet."
+NO_DEVICE = "DHISPARSE runs on vLLM's builds for CPU and CUDA; this one is for {device}."
 
 
 class UnsupportedBackend:
@@ -16,4 +16,7 @@ class UnsupportedBackend:
     @classmethod
     def validate_configuration(cls, *_args: Any, **_kwargs: Any) -> list[str]:
         """Return the reasons, as `AttentionBackend.validate_configuration` does."""
-        return [NO_CUDA if not current_platform.is_cpu() else unsupported_reason() or NO_PLATFORM]
+        device = current_platform.device_type
+        if device not in SUPPORTED:
+            return [NO_DEVICE.format(device=device)]
+        return [unsupported_reason() or NO_PLATFORM]

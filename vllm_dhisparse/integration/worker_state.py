@@ -1,6 +1,8 @@
 """What a worker holds under a hierarchy: host pool, tables, staging."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -10,7 +12,7 @@ from vllm_dhisparse.core.ledger import max_units
 from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec, is_indexer_spec
 from vllm_dhisparse.integration.row_counters import RowCounters
-from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
+from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool, Pinner
 from vllm_dhisparse.runtime.ops import DataPlane
 from vllm_dhisparse.runtime.plan import Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
@@ -20,7 +22,7 @@ from vllm_dhisparse.runtime.usage import UsageProbe
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_dhisparse.integration.metadata import DHiSparseMetadata
+    from vllm_dhisparse.integration.layers import RowAttention
 
 
 class LayerPlace(NamedTuple):
@@ -43,9 +45,25 @@ class StepInputs(NamedTuple):
     where the new rows live; ``queries``: who asks.
     """
 
-    metadata: "DHiSparseMetadata"
+    metadata: Any
     host_rows: torch.Tensor
     queries: Queries
+
+
+class Device(NamedTuple):
+    """How a worker's device works.
+
+    ``device``: of tables and staging; ``pinner``: makes host memory readable to it, None =
+    it is; ``staging``: [staging_rows, row values], in the form that ``attention`` reads;
+    ``address``: from the metadata of a layer of the address group to the batch.
+    """
+
+    device: torch.device
+    pinner: Pinner | None
+    staging: torch.Tensor
+    scratch: Scratch
+    attention: "RowAttention"
+    address: Callable[[Any], Any]
 
 
 class WorkerState:
@@ -58,6 +76,7 @@ class WorkerState:
         num_pages: host pages.
         ops: the data plane.
         counters: where rows and bytes are counted.
+        device: of the worker.
         rank: of this worker among the tensor-parallel ones.
 
     """
@@ -70,6 +89,7 @@ class WorkerState:
         num_pages: int,
         ops: DataPlane,
         counters: RowCounters,
+        device: Device,
         rank: int = 0,
     ) -> None:
         self.ops = ops
@@ -88,15 +108,18 @@ class WorkerState:
             sizes.plan.indexer_block_tokens,
             sizes.row_size,
             sizes.dtype,
+            pinner=device.pinner,
+            device=device.device,
             huge_pages=sizes.config.huge_pages,
             numa_node=sizes.numa_node(rank),
         )
+        index_groups = index_groups_of(layers)
         self.places: list[LayerPlace] = []
-        index_group = -1
         for number, (name, layer) in enumerate(layers.items()):
-            index_group += layer.impl.is_leader  # vLLM builds a leader before its followers
             host = self.pool.host_layer(number)
-            self.places.append(LayerPlace(layer.kv_cache, group_of[name], index_group, host))
+            self.places.append(
+                LayerPlace(layer.kv_cache, group_of[name], index_groups[number], host)
+            )
         self.tables = Tables(
             TableSizes(
                 num_blocks=kv_cache_config.num_blocks,
@@ -104,11 +127,14 @@ class WorkerState:
                 num_pages=num_pages,
                 page_rows=sizes.plan.indexer_block_tokens,
                 latent_groups=len(latent),
-                index_groups=index_group + 1,
-            )
+                index_groups=index_groups[-1] + 1,
+            ),
+            device.device,
         )
-        self.staging = torch.empty(sizes.staging_rows, sizes.row_size, dtype=sizes.dtype)
-        self.scratch = Scratch()
+        self.staging = device.staging
+        self.scratch = device.scratch
+        self.attention = device.attention
+        self._address = device.address
         self.resolution: Resolution | None = None
         """Of the leader that ran last; its followers reuse it."""
         self._step_inputs: StepInputs | None = None
@@ -117,9 +143,9 @@ class WorkerState:
 
     def apply(self, commands: StepCommands) -> None:
         """Apply a step's commands; before its forward pass, exactly once and in order."""
-        self._step_inputs = None
         turn, rest = divmod(commands.step + 1, self.sizes.config.stats_interval_steps)
-        self._sampled_group = -1 if rest else turn % self.tables.sizes.index_groups
+        is_sampled = self.counters.samples_usage and not rest
+        self._sampled_group = turn % self.tables.sizes.index_groups if is_sampled else -1
         spans = self.ops.apply(commands, self.tables)
         if not len(spans.units):
             return
@@ -127,18 +153,18 @@ class WorkerState:
             unit_blocks = self.tables.unit_blocks[:, place.latent_group]
             self.ops.restore(spans, place.index_group, place.kv_cache, unit_blocks, place.host)
         is_live = self.tables.unit_blocks[spans.units, 0] >= 0  # not lost again in the same step
-        rows_of_group = spans.absent[is_live].sum(dim=(0, 2)).tolist()
-        restored_rows = sum(rows_of_group[place.index_group] for place in self.places)
-        self.counters.add_restored(restored_rows * self.sizes.row_bytes)
+        self.counters.add_restored((spans.absent & is_live[:, None, None]).sum(dim=(0, 2)))
 
     def step_inputs(self) -> StepInputs:
         """Return what the step's layers share; the first layer computes it."""
-        if self._step_inputs is None:
-            context = cast("dict[str, DHiSparseMetadata]", get_forward_context().attn_metadata)
-            metadata = context[self._address_layer]
-            host_rows = self.ops.host_rows(metadata.slot_mapping, self.tables)
-            self._step_inputs = StepInputs(metadata, host_rows, metadata.queries())
-        return self._step_inputs
+        metadata = get_forward_context().attn_metadata[self._address_layer]
+        inputs = self._step_inputs
+        # vLLM builds new metadata for every step, also for those without commands.
+        if inputs is None or inputs.metadata is not self._address(metadata):
+            batch = self._address(metadata)
+            host_rows = self.ops.host_rows(batch.slot_mapping, self.tables)
+            inputs = self._step_inputs = StepInputs(batch, host_rows, batch.queries())
+        return inputs
 
     def resolve(self, selected: torch.Tensor, index_group: int) -> None:
         """Plan a leader's selection, for itself and its followers."""
@@ -155,10 +181,13 @@ class WorkerState:
         )
         if probe is not None:
             self.counters.add_usage(probe.take(selected, inputs.queries, self.resolution))
-        num_layers = sum(place.index_group == index_group for place in self.places)
-        layer_bytes = num_layers * self.sizes.row_bytes
-        self.counters.add_resolution(self.resolution, inputs.metadata, layer_bytes)
+        self.counters.add_resolution(self.resolution, inputs.metadata, index_group)
 
     def close(self) -> None:
         """Unpin the host pool; its memory goes with the layers that still view it."""
         self.pool.close()
+
+
+def index_groups_of(layers: dict[str, Any]) -> list[int]:
+    """Return the index group of each layer, in order: vLLM builds a leader before its followers."""
+    return [number - 1 for number in accumulate(layer.impl.is_leader for layer in layers.values())]

@@ -1,0 +1,396 @@
+"""A worker on the whole CUDA path, with tensors on the CPU and vLLM's calls in vLLM's order.
+
+What is not real here: the driver under CuPy, FlashMLA's two operators, and the model's own
+kernels, which write rows and select positions.
+"""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+from fake_cuda_runtime import FakeCudaRuntime
+from fake_flash_mla import LATENT, ROW, decode_fp8_rows, sparse_attention
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import override_forward_context
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    SparseCacheRole,
+)
+
+from vllm_dhisparse.core.commands import UnitState
+from vllm_dhisparse.integration import connector as connector_module
+from vllm_dhisparse.integration.connector import DHiSparseConnector, StepMetadata
+from vllm_dhisparse.integration.cuda import backend, workspace
+from vllm_dhisparse.integration.cuda.address import address_of
+from vllm_dhisparse.integration.names import HOST_PAGES
+from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
+from vllm_dhisparse.runtime.tables import NO_PAGE, UNIT_ROWS
+
+KERNEL_BLOCK = 64  # of vLLM's indexer
+HEADS = 3
+SCALE = 0.07
+MAX_TOKENS = 512
+MAX_REQUESTS = 16
+
+
+def engine_config(setup, cache_dtype, residency, num_layers, whole_graphs=False):
+    """What the CUDA path reads of a VllmConfig, for a model of the real row sizes."""
+    hf_config = SimpleNamespace(
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROW - LATENT,
+        index_topk=setup.top_k,
+        index_head_dim=128,
+        num_hidden_layers=num_layers,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=hf_config, dtype=torch.bfloat16, max_model_len=100_000
+        ),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        device_config=SimpleNamespace(device_type="cuda"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(
+            max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_REQUESTS
+        ),
+        compilation_config=SimpleNamespace(
+            max_cudagraph_capture_size=MAX_REQUESTS * 4,
+            static_forward_context={},
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: whole_graphs),
+        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=setup.num_drafts, method="ngram"),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="DHiSparseConnector",
+            kv_connector_extra_config={HOST_PAGES: setup.num_pages},
+            is_kv_transfer_instance=True,
+        ),
+        additional_config={
+            "dhisparse": {
+                "residency": residency,
+                "staging_rows": setup.staging_rows,
+                "huge_pages": False,
+            }
+        },
+    )
+
+
+def arrange(monkeypatch, vllm_config, reason=None, alias=0):
+    """Put the stand-ins for driver and device in place."""
+    runtime = FakeCudaRuntime(alias=alias)
+    capability = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
+    monkeypatch.setattr(workspace, "current_platform", capability)
+    if reason is not None:
+        monkeypatch.setattr(workspace, "unavailable_reason", lambda _: reason)
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: vllm_config)
+    monkeypatch.setattr(backend, "CudaPinner", lambda: CudaPinner(runtime))
+    monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
+    return runtime
+
+
+class IndexerBuilder:
+    """As vLLM's: it keeps nothing of the block table that a layer could use."""
+
+    requires_block_table_width = True
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, *, block_table_width):
+        self.kv_cache_spec = kv_cache_spec
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        return SimpleNamespace(seq_lens=common_attn_metadata.seq_lens)
+
+
+class IndexerBackend:
+    @staticmethod
+    def get_builder_cls():
+        return IndexerBuilder
+
+
+class IndexerCache(torch.nn.Module):
+    def get_attn_backend(self):
+        return IndexerBackend
+
+
+def rows_of(contents, layer, cache_dtype):
+    """Rows of a layer, finite and exact: [n, row_size] of [n] int64."""
+    places = torch.arange(ROW, dtype=torch.int64)
+    mixed = (contents[:, None] * (2 * layer + 3) + places * 7919) >> (places % 17)
+    latent, rope = mixed[:, :LATENT], mixed[:, LATENT:]
+    rope = ((rope % 31 - 15).float() / 8).to(torch.bfloat16)
+    if cache_dtype == "auto":
+        return torch.cat([((latent % 61 - 30).float() / 16).to(torch.bfloat16), rope], dim=1)
+    sign = (latent >> 3 & 1) << 7
+    codes = (latent % 0x60 | sign).to(torch.uint8)  # no NaN
+    scales = torch.exp2((mixed[:, :4] % 5 - 7).float())
+    return torch.cat([codes, scales.view(torch.uint8), rope.view(torch.uint8)], dim=1)
+
+
+class CudaMemory:
+    """In the place of ``row_memory.RowMemory``: the same steps through the CUDA path."""
+
+    def __init__(self, setup, monkeypatch, cache_dtype="fp8_ds_mla", reason=None):
+        self.cache_dtype, self.top_k = cache_dtype, setup.top_k
+        self.padding = setup.num_drafts  # rows and tokens that a graph adds
+        num_layers = max(setup.num_groups, 2 * setup.num_index_groups)
+        self.config = engine_config(setup, cache_dtype, setup.residency, num_layers)
+        self.runtime = arrange(monkeypatch, self.config, reason)
+        self.random = torch.Generator().manual_seed(setup.seed)
+        self.events = Counter()
+        self.selected_rows = 0
+        self.addresses = None
+        self._build_model(setup, num_layers)
+        self._plan_cache(setup)
+        self.connector = DHiSparseConnector(
+            self.config, KVConnectorRole.WORKER, self.kv_cache_config
+        )
+        self.connector.register_kv_caches(dict.fromkeys(self.layers, torch.empty(0)))
+        self.worker = self.connector._worker
+
+    def _build_model(self, setup, num_layers):
+        self.topk = torch.full((MAX_TOKENS, setup.top_k), -1, dtype=torch.int32)
+        groups = [n * setup.num_index_groups // num_layers for n in range(num_layers)]
+        self.index_groups = groups
+        self.indexers, self.layers = {}, {}
+        for number in range(num_layers):
+            indexer = None
+            if groups.index(groups[number]) == number:
+                indexer = SimpleNamespace(k_cache=IndexerCache(), topk_indices_buffer=self.topk)
+                self.indexers[f"model.layers.{number}.indexer.k_cache"] = indexer.k_cache
+            impl = backend.CudaImpl(
+                HEADS,
+                ROW,
+                SCALE,
+                1,
+                None,
+                None,
+                self.cache_dtype,
+                None,
+                "decoder",
+                None,
+                kv_lora_rank=LATENT,
+                indexer=indexer,
+                topk_indices_buffer=self.topk,
+                index_group_builder=None,
+            )
+            name = f"model.layers.{number}.self_attn.attn"
+            self.layers[name] = SimpleNamespace(impl=impl)
+        self.config.compilation_config.static_forward_context.update(self.layers)
+
+    def _plan_cache(self, setup):
+        """Slabs as vLLM lays them out: one layer of each group at the same bytes."""
+        stock = MLAAttentionSpec(
+            block_size=UNIT_ROWS,
+            num_kv_heads=1,
+            head_size=ROW,
+            dtype=torch.uint8 if self.cache_dtype == "fp8_ds_mla" else torch.bfloat16,
+            state_content_bytes=656 if self.cache_dtype == "fp8_ds_mla" else None,
+            max_tp_shards=1,
+        )
+        resident = setup.residency == "resident"
+        spec = backend.CudaBackend.customize_spec(stock)
+        names, count = list(self.layers), setup.num_groups
+        self.latent_groups = [names[group::count] for group in range(count)]
+        keys = MLAAttentionSpec(
+            block_size=setup.page_tokens,
+            num_kv_heads=1,
+            head_size=132,
+            dtype=torch.uint8,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+        page = spec.page_size_bytes
+        assert resident or page == keys.page_size_bytes, "pages of the two kinds differ"
+        groups = [KVCacheGroupSpec(names, spec) for names in self.latent_groups]
+        groups.append(KVCacheGroupSpec(list(self.indexers), keys))
+        num_slabs = -(-len(names) // count)
+        self.bytes = torch.full((num_slabs, setup.num_blocks, page), 0xFF, dtype=torch.uint8)
+        row_size = spec.unpadded_page_size_bytes // UNIT_ROWS // stock.dtype.itemsize
+        shape = setup.num_blocks, UNIT_ROWS, row_size
+        for number, layer in enumerate(self.layers.values()):
+            slab = self.bytes[number // count].view(stock.dtype)
+            layer.kv_cache = slab.as_strided(
+                shape, (slab.stride(0), row_size, 1), slab.storage_offset()
+            )
+        size = self.bytes.numel()
+        stride = setup.num_blocks * page
+        tensor = KVCacheTensor(size=size, layers=names, layer_stride=stride, block_stride=page)
+        self.kv_cache_config = KVCacheConfig(setup.num_blocks, [tensor], groups)
+        device = torch.device("cpu")
+        self.builders = [
+            backend.CudaBackend.get_builder_cls()(spec, names, self.config, device)
+            for names in self.latent_groups
+        ]
+        builder_class = next(iter(self.indexers.values())).get_attn_backend().get_builder_cls()
+        self.address_builder = builder_class(
+            keys.copy_with_new_block_size(KERNEL_BLOCK),
+            list(self.indexers),
+            self.config,
+            device,
+            block_table_width=1,
+        )
+
+    def apply(self, commands, units, pages):
+        """Apply a step's commands; ``units`` and ``pages`` are what the scheduler then held."""
+        self.connector.bind_connector_metadata(StepMetadata((), commands))
+        tables = self.worker.tables
+        for state, blocks in units.items():
+            held = tables.unit_blocks[tables.unit_state == state]
+            assert sorted(held.flatten().tolist()) == sorted(blocks), state
+        assert tables.page_of_block.tolist() == pages
+
+    def run(self, batch):
+        """Build metadata, write, select and attend, layer by layer."""
+        self.bytes[:, batch.indexer_blocks] = 0xFF  # indexer keys lie in the same memory
+        metadata = self.metadata(batch)
+        num_tokens, total = len(batch.contents), metadata[0].num_actual_tokens
+        selected = None
+        for number, layer in enumerate(self.layers.values()):
+            group = number % len(self.latent_groups)
+            slots = batch.latent_slots[group]
+            rows = rows_of(batch.contents, number, self.cache_dtype)
+            layer.kv_cache[slots // UNIT_ROWS, slots % UNIT_ROWS] = rows
+            if layer.impl.is_leader:
+                selected = self.select(batch.queries)
+                self.topk[:num_tokens] = selected
+                self.topk[num_tokens:total] = 7  # what padding leaves there is no selection
+            query = torch.randn(2, total, HEADS, ROW, generator=self.random).to(torch.bfloat16)
+            latent = query[0].transpose(0, 1).contiguous().transpose(0, 1)[..., :LATENT]
+            with override_forward_context(SimpleNamespace(attn_metadata=self.by_layer)):
+                layer.impl.record_logical_topk_ready()
+                layer.impl.prepare_for_batch(metadata[group])
+                out, _ = layer.impl.forward_mqa(
+                    (latent, query[1][..., LATENT:]), layer.kv_cache, metadata[group], layer
+                )
+            assert out.shape == (total, HEADS, LATENT)
+            query = torch.cat([latent, query[1][..., LATENT:]], dim=-1)
+            self.compare(number, batch, selected, query[:num_tokens], out[:num_tokens])
+            self.count(number, layer)
+        self.check(batch)
+
+    def metadata(self, batch):
+        """Build for every group, with the rows and tokens that pad a graph."""
+        queries = batch.queries
+        num_reqs, num_tokens = len(batch.lengths), len(batch.contents)
+        lengths = torch.bincount(queries.request_of_token.long(), minlength=num_reqs)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        starts = torch.nn.functional.pad(starts, (0, self.padding), value=num_tokens).int()
+        pad = self.padding
+        reqs, total = num_reqs + pad, num_tokens + 2 * pad
+
+        def common(table, slots):
+            return CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=torch.nn.functional.pad(batch.lengths.int(), (0, pad)),
+                num_reqs=reqs,
+                num_actual_tokens=total,
+                max_query_len=int(lengths.max()),
+                max_seq_len=int(batch.lengths.max()),
+                block_table_tensor=torch.nn.functional.pad(table.int(), (0, 0, 0, pad)),
+                slot_mapping=torch.nn.functional.pad(slots, (0, 2 * pad), value=-1),
+                is_prefilling=queries.is_prefill,
+            )
+
+        ratio = self.worker.tables.sizes.page_rows // KERNEL_BLOCK
+        kernel_blocks = queries.block_table[..., None] * ratio + torch.arange(ratio)
+        table = torch.zeros(num_reqs, 64 * ratio, dtype=torch.int64)
+        table[:, : kernel_blocks[0].numel()] = kernel_blocks.flatten(1)
+        address = self.address_builder.build(0, common(table, batch.address_slots))
+        latent_table = torch.zeros(num_reqs, 1)  # nothing reads it
+        built = [
+            builder.build(0, common(latent_table, slots))
+            for builder, slots in zip(self.builders, batch.latent_slots, strict=True)
+        ]
+        self.by_layer = dict.fromkeys(self.indexers, address)
+        for names, group in zip(self.latent_groups, built, strict=True):
+            self.by_layer |= dict.fromkeys(names, group)
+        self.check_addresses([address_of(address), *built])
+        return built
+
+    def check_addresses(self, metadata):
+        """What a captured graph would read lies where it lay in the first step."""
+        worker = self.worker
+        tables = [v for v in vars(worker.tables).values() if isinstance(v, torch.Tensor)]
+        views = [worker.staging, *tables]
+        for batch in metadata:
+            views += [batch.request_of_token, batch.visible, batch.is_prefill, batch.verifies]
+        views.append(metadata[0].block_table)
+        addresses = [view.data_ptr() for view in views]
+        assert self.addresses in (None, addresses), "a tensor of the graph has moved"
+        self.addresses = addresses
+
+    def select(self, queries):
+        """Positions near and far, of the first rows that prefixes share, and none."""
+        shape = len(queries.visible), self.top_k
+        visible = queries.visible[:, None]
+        far = (torch.rand(shape, generator=self.random) * visible).int()
+        recent = visible - torch.randint(-1, 6, shape, generator=self.random)
+        kinds = torch.stack([far, far, far // 4, recent.int(), torch.full_like(far, -1)])
+        kind = torch.randint(0, len(kinds), shape, generator=self.random)
+        selected = kinds.gather(0, kind[None])[0]
+        selected[:, 1::4] = selected[:, ::4]  # twice
+        return selected
+
+    def compare(self, number, batch, selected, query, out):
+        """The answer is, to the bit, that of the rows that the requests wrote."""
+        visible = batch.queries.visible[:, None]
+        valid = (selected >= 0) & (selected < visible)
+        position = torch.where(valid, selected, 0).long()
+        contents = batch.history[batch.queries.request_of_token[:, None].long(), position]
+        rows = rows_of(contents.flatten(), number, self.cache_dtype)
+        rows = rows.view(*contents.shape, -1)
+        rows = decode_fp8_rows(rows) if self.cache_dtype == "fp8_ds_mla" else rows.float()
+        expected = self.oracle(query, rows, valid)
+        some = valid.any(dim=1)
+        assert torch.equal(out[some], expected[some]), f"layer {number} reads other rows"
+        if self.layers[list(self.layers)[number]].impl.is_leader:
+            self.selected_rows += int(valid.sum())
+
+    def oracle(self, query, rows, valid):
+        """As wide as the kernel's index and with its heads, so that the sums are the same."""
+        multiple = 64 if self.cache_dtype == "fp8_ds_mla" else 128
+        missing = -rows.shape[1] % multiple
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        valid = torch.nn.functional.pad(valid, (0, missing))
+        query = torch.nn.functional.pad(query, (0, 0, 0, 64 - HEADS))
+        return sparse_attention(query, rows, valid, SCALE)[:, :HEADS]
+
+    def count(self, number, layer):
+        if layer.impl.is_leader:
+            plans = self.worker.resolution.plans
+            fetches = sum(int(plan.fetch.sum()) for plan in plans)
+            entered = sum(int((plan.fetch & (plan.slot >= 0)).sum()) for plan in plans)
+            hits = sum(int((~plan.fetch).sum()) for plan in plans)
+            self.events.update(
+                {
+                    "fetches": fetches,
+                    "entered the cache": entered,
+                    "hits": hits,
+                    "more passes": len(plans) - 1,
+                }
+            )
+
+    def check(self, batch):
+        """Host rows are those of each request, in every layer."""
+        tables, length = self.worker.tables, batch.history.shape[1]
+        tables.check_integrity()
+        request, position = (torch.arange(length) < batch.lengths[:, None]).nonzero().unbind(1)
+        page_rows = tables.sizes.page_rows
+        blocks = batch.queries.block_table[request, position // page_rows].long()
+        written = tables.page_of_block[blocks].long() * page_rows + position % page_rows
+        contents = batch.history[request, position]
+        for number in range(len(self.layers)):
+            at_home = self.worker.pool.layer(number).flatten(0, 1)
+            expected = rows_of(contents, number, self.cache_dtype)
+            assert torch.equal(at_home[written], expected), "host rows differ"
+
+    def check_empty(self):
+        """Nothing is left when everything has ended."""
+        tables = self.worker.tables
+        assert (tables.page_of_block == NO_PAGE).all()
+        assert (tables.unit_state == UnitState.DEAD).all()
+        tables.check_integrity()
+        self.connector.shutdown()
+        assert not self.runtime.ranges, "memory stays pinned"

@@ -1,0 +1,292 @@
+"""The CUDA integration under random schedules, on the CPU: see ``cuda_memory``."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_cuda_runtime import FakeCudaRuntime
+from fake_flash_mla import SCHEMAS, decode_fp8_rows, define
+from vllm.forward_context import override_forward_context
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_dhisparse.integration.cuda import flash_mla
+from vllm_dhisparse.integration.cuda.backend import CudaBackend
+from vllm_dhisparse.integration.cuda.flash_mla import FlashMlaAttention, unavailable_reason
+from vllm_dhisparse.integration.cuda.metadata import BatchColumns
+from vllm_dhisparse.integration.layers import PlaneAttention
+
+from . import cuda_memory
+from .cuda_memory import CudaMemory, engine_config, rows_of
+from .kv_setup import Setup
+from .kv_world import World
+
+EVENTS = {"hits", "fetches", "entered the cache", "more passes", "preempted", "hit tokens"}
+PAGE_TOKENS = {"fp8_ds_mla": 320, "auto": 576}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def flash_mla_operators():
+    library = torch.library.Library("_flashmla_C", "DEF")
+    define(library)
+    yield library
+    library._destroy()
+
+
+def run(monkeypatch, seed, cache_dtype, **settings):
+    setup = Setup(
+        num_blocks=50,
+        num_pages=12,
+        block_tokens=64,
+        page_tokens=PAGE_TOKENS[cache_dtype],
+        num_groups=2,
+        base_units=1,
+        num_index_groups=2,
+        top_k=40,
+        staging_rows=128,
+        seed=seed,
+        **settings,
+    )
+    world = World(setup)
+    world.worker.memory = memory = CudaMemory(setup, monkeypatch, cache_dtype)
+    events = random.Random(seed)
+    world.prefixes = [world.tokens(PAGE_TOKENS[cache_dtype] + 40)] * 4  # longer than a page
+    for number in range(36):
+        if number % 12 == 11:
+            world.preempt_any(0)
+        kind = events.random()
+        if kind < 0.25:
+            prefix_length = events.choice([0, 700])
+            world.add_request(0, prefix_length, events.randrange(1, 90), events.randrange(1, 20))
+        elif kind < 0.3:
+            world.abort(events.randrange(8))
+        elif kind < 0.4:
+            world.adopt(events.randrange(1, 8), 12, take_cached=False)
+        world.schedule()
+        world.check()
+    world.close()
+    return world.reached(), memory
+
+
+@pytest.mark.parametrize("residency", ["fixed", "adaptive"])
+@pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "auto"])
+def test_every_answer_is_that_of_the_rows_that_were_written(monkeypatch, residency, cache_dtype):
+    """Laws 1, 2, 4, 8, with hits, misses, passes, prefix hits, preemption and late steps."""
+    reached, memory = run(monkeypatch, 0, cache_dtype, lag=1, residency=residency)
+    assert {name for name in EVENTS if not reached[name]} == set()
+    memory.connector._counters.begin_step()
+    counted = memory.connector.get_kv_connector_stats().data["counters"]
+    totals = Counter()
+    for key, amount in counted.items():
+        totals[key.partition("/")[0]] += amount
+    assert totals["selected_rows"] == memory.selected_rows
+    assert totals["fetched_rows"] == reached["fetches"]
+    assert totals["extra_passes"] == reached["more passes"]
+
+
+def layer_of(memory):
+    layer = next(iter(memory.layers.values()))
+    query = torch.ones(6, 3, 512, dtype=torch.bfloat16), torch.ones(6, 3, 64, dtype=torch.bfloat16)
+    return layer, query
+
+
+def small_memory(monkeypatch, cache_dtype="auto", **settings):
+    setup = Setup(num_blocks=20, page_tokens=PAGE_TOKENS[cache_dtype], block_tokens=64, top_k=40)
+    setup = replace(setup, staging_rows=128, **settings)
+    return CudaMemory(setup, monkeypatch, cache_dtype)
+
+
+def test_graphs_are_measured_without_a_connector(monkeypatch):
+    """vLLM does that with a cache of a few blocks, before it registers the real one."""
+    memory = small_memory(monkeypatch)
+    layer, query = layer_of(memory)
+    layer.impl.path = None
+    nothing = torch.full((6,), -1)
+    metadata = SimpleNamespace(num_actual_tokens=6, slot_mapping=nothing, schedules={})
+    out, _ = layer.impl.forward_mqa(query, layer.kv_cache[:2], metadata, layer)
+    assert out.shape == (6, 3, 512)
+
+
+def test_padding_alone_changes_nothing(monkeypatch):
+    """A rank without requests replays a graph whose rows are all padding."""
+    memory = small_memory(monkeypatch)
+    before = [t.clone() for t in vars(memory.worker.tables).values() if torch.is_tensor(t)]
+    layer, query = layer_of(memory)
+    metadata = BatchColumns(memory.config, 64, 64, torch.device("cpu")).build(
+        common(lengths=[0, 0], seq_lens=[0, 0], slots=[-1] * 6, is_prefilling=[])
+    )
+    assert (metadata.request_of_token == -1).all()
+    address = SimpleNamespace(dhisparse_address=metadata)
+    context = SimpleNamespace(attn_metadata=dict.fromkeys(memory.indexers, address))
+    with override_forward_context(context):
+        layer.impl.forward_mqa(query, layer.kv_cache, metadata, layer)
+    after = [t for t in vars(memory.worker.tables).values() if torch.is_tensor(t)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_the_model_writes_the_rows_itself(monkeypatch):
+    layer, _ = layer_of(small_memory(monkeypatch))
+    with pytest.raises(NotImplementedError):
+        layer.impl.do_kv_cache_update(None)
+
+
+def test_a_failing_registration_names_the_limits(monkeypatch):
+    failing = FakeCudaRuntime(fail_at=1)
+    monkeypatch.setattr(cuda_memory, "FakeCudaRuntime", lambda **_: failing)
+    with pytest.raises(RuntimeError, match=r"cannot pin .* Lower dhisparse\.host_pool_gib"):
+        small_memory(monkeypatch)
+    assert not failing.ranges
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "auto"])
+@pytest.mark.parametrize("padded", [False, True], ids=["own pages", "beside a drafter"])
+def test_resident_rows_are_read_where_vllm_put_them(monkeypatch, cache_dtype, padded):
+    """No staging: the block table becomes row numbers of the slab."""
+    memory = small_memory(monkeypatch, cache_dtype, residency="resident")
+    assert CudaBackend.latent is None
+    assert len(next(iter(memory.layers.values())).impl._workspace.staging) == 0
+    layer, query = layer_of(memory)
+    contents = torch.arange(20 * 64)
+    rows = rows_of(contents, 0, cache_dtype).view(20, 64, -1)
+    stride = (PAGE_TOKENS[cache_dtype] * 132 // rows.itemsize) if padded else rows[0].numel()
+    slab = rows.new_zeros(20, stride).as_strided(rows.shape, (stride, rows.shape[2], 1))
+    slab.copy_(rows)
+    columns = BatchColumns(memory.config, 64, 64, torch.device("cpu"))
+    batch = common([4, 2], [70, 90], slots=[9] * 6, is_prefilling=[False, False])
+    batch.block_table_tensor[:] = torch.tensor([[5, 3], [17, 11]])
+    metadata = columns.build(batch)
+    selected = torch.full((6, 40), -1, dtype=torch.int32)
+    selected[:, :3] = torch.tensor([0, 65, 69])
+    memory.topk[:6] = selected
+    out, _ = layer.impl.forward_mqa(query, slab, metadata, layer)
+    physical = torch.tensor([[5 * 64, 3 * 64 + 1, 3 * 64 + 5], [17 * 64, 11 * 64 + 1, 11 * 64 + 5]])
+    expected_rows = rows.view(20 * 64, -1)[physical[[0, 0, 0, 0, 1, 1]]]
+    visible = selected[:, :3] < metadata.visible[:, None]
+    decoded = decode_fp8_rows(expected_rows) if cache_dtype != "auto" else expected_rows.float()
+    expected = memory.oracle(torch.cat(query, -1), decoded, visible)
+    assert torch.equal(out, expected)
+    assert visible.tolist()[0] == [True, True, False]
+
+
+def common(lengths, seq_lens, slots, is_prefilling):
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=len(slots),
+        max_query_len=max(lengths),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=torch.zeros(len(lengths), 2, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        is_prefilling=torch.tensor(is_prefilling, dtype=torch.bool),
+    )
+
+
+def test_columns_come_from_the_lengths_on_the_device():
+    """A draft was trimmed on the device, a graph pads requests and tokens."""
+    config = engine_config(Setup(num_drafts=3), "auto", "adaptive", 2)
+    columns = BatchColumns(config, 64, 64, torch.device("cpu"))
+    slots = [10, 11, 20, 30, 31, 32, 33, 34, -1, -1]
+    metadata = columns.build(common([2, 1, 5, 0], [50, 7, 5, 0], slots, [False, False, True]))
+    assert metadata.request_of_token.tolist() == [0, 0, 1, 2, 2, 2, 2, 2, -1, -1]
+    assert metadata.visible.tolist() == [49, 50, 7, 1, 2, 3, 4, 5, 0, 0]
+    assert metadata.is_prefill.tolist() == [False, False, True, False]
+    assert metadata.verifies.item()
+    # An answer that is computed again has no flag, but more tokens than drafts.
+    metadata = columns.build(common([5, 1], [60, 8], slots[:6], [False, False]))
+    assert metadata.is_prefill.tolist() == [True, False]
+    assert not metadata.verifies.item()
+
+
+def test_pages_come_from_the_smaller_blocks_of_the_indexer():
+    config = engine_config(Setup(), "auto", "adaptive", 2)
+    columns = BatchColumns(config, 64, 320, torch.device("cpu"))
+    batch = common([1, 1], [400, 3], [5, 6], [False, False])
+    blocks = torch.tensor([[3, 9], [4, 0]])
+    batch.block_table_tensor = (blocks[..., None] * 5 + torch.arange(5)).flatten(1).int()
+    first = columns.build(batch).block_table
+    assert torch.equal(first, blocks.int())
+    assert columns.build(batch).block_table.data_ptr() == first.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"kv_cache_dtype": "bfloat16"}, None),
+        ({"kv_cache_dtype": "fp8_ds_mla", "device_capability": DeviceCapability(10, 0)}, None),
+        ({"use_adaptive_verification": True}, None),
+        ({"use_kv_connector": True}, None),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"dtype": torch.float16}, "dtype not supported"),
+        ({"head_size": 512}, "head_size not supported"),
+        ({"device_capability": DeviceCapability(8, 0)}, "compute capability not supported"),
+        ({"use_sparse": False}, "non-sparse not supported"),
+        ({"use_mla": False}, "non-MLA not supported"),
+        ({"has_sliding_window": True}, "sliding window not supported"),
+        ({"use_dcp": True}, "DCP not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+        ({"block_size": 32}, "block_size not supported"),
+    ],
+    ids=str,
+)
+def test_what_the_backend_accepts(changes, reason):
+    stock = dict.fromkeys(
+        ["has_sink", "use_mm_prefix", "use_per_head_quant_scales", "has_sliding_window"], False
+    )
+    settings = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": None,
+        "use_mla": True,
+        "use_sparse": True,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+        **stock,
+    }
+    found = CudaBackend.validate_configuration(**(settings | changes))
+    assert found == ([] if reason is None else [reason])
+
+
+def test_flash_mla_is_used_only_as_it_was_recorded(flash_mla_operators, monkeypatch):
+    assert unavailable_reason(DeviceCapability(9, 0)) is None
+    assert unavailable_reason(DeviceCapability(10, 3)) is None
+    assert "compute capability 8.0" in unavailable_reason(DeviceCapability(8, 0))
+    changed = flash_mla.DECODE_SCHEMA.replace("float sm_scale", "float scale")
+    monkeypatch.setattr(flash_mla, "DECODE_SCHEMA", changed)
+    assert "FlashMLA's operator changed" in unavailable_reason(DeviceCapability(9, 0))
+
+
+def test_the_stand_in_has_the_recorded_schemas():
+    schemas = [flash_mla.DECODE_SCHEMA, flash_mla.PREFILL_SCHEMA]
+    assert [f"_flashmla_C::{name}{rest}" for name, rest in SCHEMAS.items()] == schemas
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+def test_heads_are_padded_to_what_there_are_kernels_for(heads, padded):
+    assert FlashMlaAttention().query_heads(heads) == padded
+
+
+def test_more_heads_than_any_kernel_has():
+    with pytest.raises(ValueError, match="raise --tensor-parallel-size"):
+        FlashMlaAttention().query_heads(129)
+
+
+def test_without_flash_mla_the_data_plane_attends(monkeypatch, caplog):
+    setup = Setup(num_blocks=20, page_tokens=576, block_tokens=64, top_k=40, staging_rows=128)
+    memory = CudaMemory(setup, monkeypatch, "auto", reason="not built")
+    workspace = next(iter(memory.layers.values())).impl._workspace
+    assert isinstance(workspace.attention, PlaneAttention)
+    assert workspace.query.shape[1] == 3, "its heads need no padding"
+
+
+def test_resident_fp8_rows_need_flash_mla(monkeypatch):
+    setup = Setup(num_blocks=20, page_tokens=320, block_tokens=64, top_k=40, residency="resident")
+    with pytest.raises(ValueError, match="needs FlashMLA"):
+        CudaMemory(setup, monkeypatch, "fp8_ds_mla", reason="not built")
