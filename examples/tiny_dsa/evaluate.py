@@ -21,7 +21,8 @@ from tiny_dsa.model import DENSE, SHUFFLED, SPARSE, DsaModel
 
 NEEDLES = 32
 LENGTHS = (1024, 4096, 8192, 16384)
-CACHE_SIZES = (2, 4, 8)  # rows of an LRU cache, in units of index_topk
+LOCALITY_CONTEXT = 4096
+CACHE_SIZES = (1, 2, 4, 8)  # rows of an LRU cache, in units of index_topk
 SEED = 1
 
 
@@ -86,26 +87,31 @@ def adjacent_overlap(positions: np.ndarray) -> float:
     return float(np.mean([np.isin(now, before).mean() for now, before in pairs]))
 
 
-def lru_misses(positions: np.ndarray, capacity: int) -> float:
-    """Share of selected rows that a cache of ``capacity`` rows misses, after its first fill.
+def lru_misses(positions: np.ndarray, capacity: int, context: int) -> float:
+    """Share of selected rows that a cache of ``capacity`` rows misses, after a warm-up.
 
-    The least recently selected row goes first, never one of the current selection.
+    The least recently selected row goes first, never one of the current selection. A
+    step's own row is written on the device, so it never misses. The first quarter of the
+    steps is not counted.
+
+    Args:
+        positions: int64 [steps, index_topk].
+        capacity: at least index_topk.
+        context: position of the first step's own row.
     """
     cache: OrderedDict[int, None] = OrderedDict()
     misses, counted = 0, 0
-    full = False
-    for selection in positions:
+    for step, selection in enumerate(positions):
+        cache[context + step] = None
         for row in selection.tolist():
-            missing = row not in cache
+            if step >= len(positions) // 4:
+                counted += 1
+                misses += row not in cache
             cache[row] = None
             cache.move_to_end(row)
-            if full:
-                counted += 1
-                misses += missing
         while len(cache) > capacity:
-            full = True
             cache.popitem(last=False)
-    return misses / counted if counted else 0.0
+    return misses / counted
 
 
 def figures(model: DsaModel, tokenizer: Tokenizer, rows: int, steps: int) -> dict[str, Any]:
@@ -121,9 +127,10 @@ def figures(model: DsaModel, tokenizer: Tokenizer, rows: int, steps: int) -> dic
     for mode in (DENSE, SPARSE):
         result["text_loss"][mode] = text_loss(model, source, mode, 1024, 8)
     top_k = model.config["index_topk"]
-    for leader, positions in selections(model, source, 4096, steps).items():
+    for leader, positions in selections(model, source, LOCALITY_CONTEXT, steps).items():
         result["locality"][leader] = {"adjacent_overlap": adjacent_overlap(positions)} | {
-            f"lru_misses_{size}k": lru_misses(positions, size * top_k) for size in CACHE_SIZES
+            f"lru_misses_{size}k": lru_misses(positions, size * top_k, LOCALITY_CONTEXT)
+            for size in CACHE_SIZES
         }
     return result
 
@@ -132,8 +139,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--rows", type=int, default=32, help="sequences of 1024 tokens")
-    parser.add_argument("--steps", type=int, default=512, help="of the locality figures")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of 1024 tokens")
+    parser.add_argument("--steps", type=int, default=768, help="of the locality figures")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.directory / "tokenizer.json"))

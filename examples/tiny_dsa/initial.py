@@ -1,6 +1,6 @@
 """Where training starts: random weights, with a rough draft of the circuit for recall.
 
-A model of a million weights finds recall by itself only after tens of millions of tokens. So
+The budget is minutes on a CPU, too little to wait until recall appears out of nothing. So
 layer 0 starts with a head that reads the token before and notes it beside the token's own
 code; the third layer starts with a head that looks for rows whose note is the current token.
 Indexers start alike: the first near the query, the second by note. All of it is trained on.

@@ -51,9 +51,8 @@ STAGES = (
     Stage(DENSE, 256, 16, 370, 3e-3, 2.4e-3),
     Stage(WARM, 512, 8, 60, 2.4e-3, 2e-3),
     Stage(WARM, 1024, 4, 40, 2e-3, 1.6e-3),
-    Stage(WARM, 2048, 2, 15, 1.6e-3, 1.3e-3),
-    Stage(WARM, 4096, 1, 6, 1.3e-3, 1.2e-3),
-    Stage(SPARSE, 1024, 4, 40, 1.2e-3, 4e-4),
-    Stage(SPARSE, 2048, 2, 15, 4e-4, 2e-4),
-    Stage(SPARSE, 4096, 1, 6, 2e-4, 3e-5),
+    Stage(WARM, 2048, 2, 13, 1.6e-3, 1.4e-3),
+    Stage(SPARSE, 1024, 4, 27, 1.2e-3, 4e-4),
+    Stage(SPARSE, 2048, 2, 6, 4e-4, 2e-4),
+    Stage(SPARSE, 4096, 1, 4, 2e-4, 5e-5),
 )

@@ -2,8 +2,8 @@
 
     cd examples && python -m tiny_dsa.train RUN_DIRECTORY
 
-The folder gets ``state.pt`` (every two minutes and at the end) and ``log.jsonl``, one line for
-every ten steps.
+The folder gets ``state.pt`` (every two minutes and at the end), ``log.jsonl``, one line for
+every ten steps, and at the end ``checkpoint``.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiny_dsa.checkpoint import write_target
 from tiny_dsa.data import COPY, KINDS, RECALL, TEXT, Source, make_tokenizer, text_pieces
 from tiny_dsa.initial import initialise
 from tiny_dsa.model import DsaModel
@@ -45,7 +46,8 @@ class Training:
         initialise(self.model, seed)
         self.optimizer = make_optimizer(self.model)
         self.step = 0
-        self.source = Source(make_tokenizer(), text_pieces()[0], seed)
+        self.tokenizer = make_tokenizer()
+        self.source = Source(self.tokenizer, text_pieces()[0], seed)
         self._sums: dict[str, list[float]] = defaultdict(list)
         if self._path.exists():
             state = torch.load(self._path, weights_only=True)
@@ -159,7 +161,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", type=Path)
-    Training(parser.parse_args().directory, STAGES).run()
+    training = Training(parser.parse_args().directory, STAGES)
+    training.run()
+    write_target(training.model, training.tokenizer, training.directory / "checkpoint")
 
 
 if __name__ == "__main__":

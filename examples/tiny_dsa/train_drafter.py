@@ -23,8 +23,8 @@ from tiny_dsa.model import DsaModel
 from tiny_dsa.propose import losses, propose
 from tiny_dsa.train import CHECKPOINT_SECONDS, SEED, forget_lines_after, make_optimizer
 
-SEQUENCES = {"train": 768, "held": 64}
-STEPS = 1200
+SEQUENCES = {"train": 512, "held": 64}
+STEPS = 1000
 BATCH, BLOCKS = 16, 16
 RATE = 2e-3
 WARM_UP = 50

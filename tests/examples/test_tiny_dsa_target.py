@@ -215,7 +215,9 @@ def test_where_training_starts_recalls_only_with_its_selection(source):
 def test_locality_figures():
     steady = np.tile(np.arange(4), (10, 1))
     assert adjacent_overlap(steady) == 1
-    assert lru_misses(np.array([[0, 1], [1, 2], [0, 1], [3, 0]]), 2) == pytest.approx(2 / 4)
+    assert lru_misses(steady, 5, context=100) == 0
+    # The first of four steps is warm-up; then rows 2, 0 and 3 are missing, 5 is a step's own.
+    assert lru_misses(np.array([[0, 1], [1, 2], [0, 5], [3, 0]]), 2, context=3) == 3 / 6
     moving = np.arange(40).reshape(10, 4)
     assert adjacent_overlap(moving) == 0
-    assert lru_misses(moving, 8) == 1
+    assert lru_misses(moving, 8, context=100) == 1
