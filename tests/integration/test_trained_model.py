@@ -21,7 +21,7 @@ LENGTH = 4080
 def asked():
     """Prompts that end with a name, and the number that stood after it far before."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    row = Source(tokenizer, text_pieces()[1], seed=2).questions(LENGTH, 16, 4)
+    row = Source(tokenizer, text_pieces()[1], seed=2).questions(LENGTH, 16, 2)
     places = (row.kinds == RECALL).nonzero()[0].tolist()
     return {tuple(row.tokens[:place].tolist()): int(row.tokens[place]) for place in places}
 
