@@ -71,7 +71,7 @@ def test_it_speculates(tmp_path):
     assert report["output_tokens"] == 2 * 64
     assert report["proposed_drafts"] >= report["accepted_drafts"] > report["proposed_drafts"] / 4
     assert report["sharing_gain"] > 1
-    assert "draft_ring_rows {'state': 'held'}" in output
+    assert "staging_acquires_total {'phase': 'verify'}" in output
     log = (ROOT / ".cache" / "quickstart" / "server.log").read_text()
     assert "runs on this machine in Triton's interpreter" in log
     assert not servers()

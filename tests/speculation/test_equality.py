@@ -12,7 +12,7 @@ UNSHARED = {"layers": 3, "leaders": 3}
 TARGETS = {"shared": SHARED, "unshared": UNSHARED}
 WINDOW = 40
 LENGTHS = (5, 70, 300)  # shorter than the window, longer than it, longer than the ring
-TOKENS = 20
+TOKENS = 12
 CHOSEN = [
     ("shared", "dspark", 4, [("resident", "ring"), ("fixed", "ring"), ("adaptive", "full")]),
     ("shared", "dflash2", 4, [("fixed", "full"), ("adaptive", "ring")]),

@@ -48,11 +48,11 @@ def reversed_writes(monkeypatch):
     ("lengths", "options"),
     [
         pytest.param(
-            (5, WINDOW - 1, WINDOW, 128, 129, 700),
+            (5, WINDOW, 129, 700),
             {"max_num_batched_tokens": 2048},
             id="chunks longer than the ring",
         ),
-        pytest.param((5, 200, 500), {"max_num_batched_tokens": 64}, id="chunks of 64"),
+        pytest.param((5, 300), {"max_num_batched_tokens": 64}, id="chunks of 64"),
         pytest.param(
             (9, 140),
             {"long_prefill_token_threshold": 1},
@@ -72,7 +72,7 @@ def test_drafts_of_a_ring_are_those_of_full_draft_kv(
             model,
             settings,
             lengths,
-            24,
+            12,
             speculative_config=config,
             max_model_len=1024,
             enable_prefix_caching=False,
@@ -91,13 +91,13 @@ def test_rows_that_were_never_written_are_zero(pair, monkeypatch):
     model, config = pair
     options = {"speculative_config": config, "max_model_len": 1024, "max_num_seqs": 4}
     lengths = (5, 90, 300)
-    reference = speculate(monkeypatch, model, FULL, lengths, 16, **options)
+    reference = speculate(monkeypatch, model, FULL, lengths, 8, **options)
     with (
         recorded(monkeypatch) as record,
         checked(monkeypatch, model, draft_kv="ring", num_gpu_blocks_override=60, **options) as llm,
     ):
         for _ in range(2):
-            tokens = greedy(llm, prompts(*lengths), 16)
+            tokens = greedy(llm, prompts(*lengths), 8)
             assert tokens == reference.tokens
             assert_same_drafts(record.take(), reference.drafts)
             assert llm.reset_prefix_cache()
@@ -114,19 +114,19 @@ def test_drafts_behind_a_prefix_hit(pair, monkeypatch):
         record.take()
         tokens, drafts = [], []
         for prompt in (short, long):
-            tokens += greedy(llm, [prompt], 16)
+            tokens += greedy(llm, [prompt], 8)
             drafts.append(record.take()[0])
         hits = llm.get_metrics()
     assert sum(m.value for m in hits if m.name == "vllm:prefix_cache_hits") == 2 * 256
 
     options["enable_prefix_caching"] = False
     with recorded(monkeypatch) as record, running(model, RING, **options) as llm:
-        assert greedy(llm, [short], 16) == tokens[:1]
+        assert greedy(llm, [short], 8) == tokens[:1]
         with_all_rows = record.take()[0]
-        assert greedy(llm, [long], 16) == tokens[1:]
+        assert greedy(llm, [long], 8) == tokens[1:]
         assert_close_drafts(drafts[1], record.take()[0])
         start_behind(monkeypatch, 256)
-        assert greedy(llm, [short], 16) == tokens[:1]
+        assert greedy(llm, [short], 8) == tokens[:1]
         assert_close_drafts(drafts[0], record.take()[0])
     assert not torch.allclose(drafts[0][0].hidden, with_all_rows[0].hidden, atol=1e-3)
 
@@ -156,13 +156,12 @@ def test_drafts_after_a_preemption(pair, monkeypatch):
     model, config = pair
     options = {
         "speculative_config": config,
-        "max_model_len": 512,
+        "max_model_len": 256,
         "enable_prefix_caching": False,
-        "max_num_batched_tokens": 512,
     }
-    lengths = (200, 180, 190, 170)
-    calm = speculate(monkeypatch, model, RING, lengths, 100, **options)
-    tight = speculate(monkeypatch, model, RING, lengths, 100, num_gpu_blocks_override=47, **options)
+    lengths = (100, 98, 102, 96)  # each grows by four blocks at 128 tokens
+    calm = speculate(monkeypatch, model, RING, lengths, 44, **options)
+    tight = speculate(monkeypatch, model, RING, lengths, 44, num_gpu_blocks_override=46, **options)
     assert tight.counters.get("vllm:num_preemptions{}", 0) > 0
     assert tight.tokens == calm.tokens
     common = 0
@@ -172,7 +171,7 @@ def test_drafts_after_a_preemption(pair, monkeypatch):
             if draft.position in known:
                 assert draft.tokens == known[draft.position], (request, draft.position)
                 common += 1
-    assert common > 40
+    assert common > 20
 
 
 def test_an_abort_while_drafts_are_verified_returns_the_ring(pair):
