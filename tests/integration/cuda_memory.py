@@ -4,6 +4,7 @@ What is not real here: the driver under CuPy, FlashMLA's two operators, and the 
 kernels, which write rows and select positions.
 """
 
+import os
 from collections import Counter
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from vllm_dhisparse.integration.cuda import backend, workspace
 from vllm_dhisparse.integration.cuda.address import address_of
 from vllm_dhisparse.integration.names import HOST_PAGES
 from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
+from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.tables import NO_PAGE, UNIT_ROWS
 
 KERNEL_BLOCK = 64  # of vLLM's indexer
@@ -88,6 +90,9 @@ def arrange(monkeypatch, vllm_config, reason=None, alias=0):
     monkeypatch.setattr(backend, "get_current_vllm_config", lambda: vllm_config)
     monkeypatch.setattr(backend, "CudaPinner", lambda: CudaPinner(runtime))
     monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
+    name = os.environ.get("CUDA_PATH_PLANE", "cpu")
+    monkeypatch.setattr(connector_module, "data_plane", lambda _: implementation(name))
+    monkeypatch.setattr(workspace, "data_plane", lambda _: implementation(name))
     return runtime
 
 

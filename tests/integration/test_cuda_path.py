@@ -13,10 +13,15 @@ from vllm.forward_context import override_forward_context
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_dhisparse.integration.cuda import flash_mla
+from vllm_dhisparse.integration.cuda import backend, flash_mla
 from vllm_dhisparse.integration.cuda.backend import CudaBackend
 from vllm_dhisparse.integration.cuda.flash_mla import FlashMlaAttention, unavailable_reason
 from vllm_dhisparse.integration.cuda.metadata import BatchColumns
+from vllm_dhisparse.integration.cuda.self_check import (
+    check_attention,
+    check_host_pool,
+    check_views,
+)
 from vllm_dhisparse.integration.layers import PlaneAttention
 
 from . import cuda_memory
@@ -290,3 +295,62 @@ def test_resident_fp8_rows_need_flash_mla(monkeypatch):
     setup = Setup(num_blocks=20, page_tokens=320, block_tokens=64, top_k=40, residency="resident")
     with pytest.raises(ValueError, match="needs FlashMLA"):
         CudaMemory(setup, monkeypatch, "fp8_ds_mla", reason="not built")
+
+
+def test_a_cache_of_another_layout_is_found_at_start(monkeypatch):
+    memory = small_memory(monkeypatch)
+    layer, _ = layer_of(memory)
+    check_views(memory.layers, memory.worker.sizes)
+    layer.kv_cache = layer.kv_cache.contiguous()
+    with pytest.raises(RuntimeError, match=r"bytes between blocks .* planned was 76032.*LBNHC"):
+        check_views(memory.layers, memory.worker.sizes)
+
+
+class Wrong:
+    """An operator that runs and answers something else."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def attend(self, query, rows, remap, scale, value_size, metadata):
+        return torch.full_like(query[..., :value_size], self.value)
+
+    def retrieve(self, plan, slab, unit_blocks, host, staging):
+        return torch.full_like(staging[None, : len(plan.union)], self.value)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_attention_that_answers_wrongly_is_found_at_start(monkeypatch, value, dtype):
+    query = torch.zeros(4, 64, 576, dtype=torch.bfloat16)
+    check_attention(FlashMlaAttention(), query, dtype)
+    assert not query.any()
+    with pytest.raises(RuntimeError, match="attention by Wrong is off by"):
+        check_attention(Wrong(value), query, dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "auto"])
+def test_memory_that_the_device_reads_wrongly_is_found_at_start(monkeypatch, cache_dtype):
+    memory = small_memory(monkeypatch, cache_dtype)
+    worker = memory.worker
+    assert not any(worker.pool.layer(n).any() for n in range(len(memory.layers)))
+    worker.ops = Wrong(1)
+    with pytest.raises(RuntimeError, match="does not read pinned host memory as the host wrote"):
+        check_host_pool(worker)
+
+
+def test_a_start_that_fails_leaves_nothing_pinned(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("found at start")
+
+    runtimes = []
+    monkeypatch.setattr(backend, "check_attention", fail)
+    monkeypatch.setattr(
+        cuda_memory,
+        "FakeCudaRuntime",
+        lambda **_: runtimes.append(FakeCudaRuntime()) or runtimes[0],
+    )
+    with pytest.raises(RuntimeError, match="found at start"):
+        small_memory(monkeypatch)
+    assert runtimes[0].log
+    assert not runtimes[0].ranges

@@ -174,6 +174,7 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         self._counters = counters = first.impl.row_counters(rank == 0, layer_bytes, device.device)
         if self._sizes.config.residency == "resident":
+            first.impl.self_check(layers, self._sizes, None)
             for layer, group in zip(layers.values(), index_groups, strict=True):
                 layer.impl.path = ResidentLayer(
                     device.attention, counters, group, layer.impl.is_leader
@@ -191,11 +192,16 @@ class DHiSparseConnector(KVConnectorBase_V1, SupportsHMA):
             device,
             rank,
         )
+        self._worker = worker
+        try:
+            first.impl.self_check(layers, self._sizes, worker)
+        except BaseException:
+            self.shutdown()
+            raise
         for layer, place in zip(layers.values(), worker.places, strict=True):
             layer.impl.path = HierarchyLayer(worker, place, layer.impl.is_leader)
         if self._recorder is not None:
             record_leaders(layers, self._recorder, lambda _: worker.step_inputs().metadata)
-        self._worker = worker
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Apply the step's commands. vLLM calls this once a step, before the forward pass.

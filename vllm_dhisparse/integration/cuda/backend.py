@@ -11,12 +11,17 @@ from vllm_dhisparse.integration.attention import DHiSparseBackend, DHiSparseImpl
 from vllm_dhisparse.integration.cuda.address import address_of, carry_address
 from vllm_dhisparse.integration.cuda.metadata import CudaMetadata, CudaMetadataBuilder
 from vllm_dhisparse.integration.cuda.row_counters import DeviceRowCounters
+from vllm_dhisparse.integration.cuda.self_check import (
+    check_attention,
+    check_host_pool,
+    check_views,
+)
 from vllm_dhisparse.integration.cuda.workspace import Workspace, shared_workspace
 from vllm_dhisparse.integration.geometry import Geometry, geometry
 from vllm_dhisparse.integration.layers import LayerPath
 from vllm_dhisparse.integration.names import FP8_ROWS, KV_CACHE_DTYPES
 from vllm_dhisparse.integration.row_counters import RowCounters
-from vllm_dhisparse.integration.worker_state import Device
+from vllm_dhisparse.integration.worker_state import Device, WorkerState
 from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
 from vllm_dhisparse.runtime.ops import DataPlane
 
@@ -93,6 +98,22 @@ class CudaImpl(DHiSparseImpl):
             workspace.attention,
             address_of,
         )
+
+    def self_check(
+        self, layers: dict[str, Any], sizes: Geometry, worker: WorkerState | None
+    ) -> None:
+        """Prove the views, the pinned memory and attention before the first step.
+
+        Raises:
+            RuntimeError: one of them is not as it must be; the message says which.
+
+        """
+        workspace = self._workspace
+        if worker is not None:
+            check_views(layers, sizes)
+            check_host_pool(worker)
+        staged = workspace.staging.dtype if worker is not None else sizes.dtype
+        check_attention(workspace.attention, workspace.query, staged)
 
     @staticmethod
     def row_counters(
