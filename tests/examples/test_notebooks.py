@@ -48,9 +48,8 @@ def test_it_asserts_what_it_says_and_labels_its_figures(name):
     assert len(asserts) >= 3
     text = notebook.cells[0].source.lower()
     assert any(label in text for label in LABELS)
-    titles = [node for node in source.split("plt.show()")[:-1]]
-    for title in titles:
-        assert re.search(r"LABEL|simulated|measured on CPU|published", title)
+    for figure in source.split("plt.show()")[:-1]:
+        assert re.search(r"LABEL|simulated|measured on CPU|published", figure)
 
 
 @pytest.mark.parametrize("name", [file.name for file in NOTEBOOKS])
