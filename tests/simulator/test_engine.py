@@ -101,9 +101,13 @@ def test_pressure_takes_optional_units_in_the_step_that_needs_them():
     assert states & {"shrink", "reclaim"}
 
 
-def test_drafts_get_shorter_before_a_request_waits():
-    queries = {s.queries // max(s.running, 1) for s in engine("adaptive", "dflash2").run()}
-    assert max(queries) == 8
+def test_drafts_get_shorter_where_memory_is_short():
+    load = Load((Phase(60, 40),), (100_000,), output_tokens=300)
+    settings = Settings(PROFILE, MODEL, load, "adaptive", SPECULATIONS["dflash2"], kv_gb=12.0)
+    for policy, least in (("adaptive", 1), ("fixed", 8)):
+        steps = list(build(replace(settings, policy=policy, fluid_top_k=160)).run())
+        queries = {step.queries / step.running for step in steps}
+        assert (min(queries), max(queries)) == (least, 8), policy
 
 
 def test_prompts_computed_here_leave_their_newest_rows():

@@ -19,7 +19,7 @@ class Variant(NamedTuple):
 
 
 class Equal(NamedTuple):
-    """Most requests in all GPUs within a bound on the time of an output token, and ratios.
+    """Most requests in all GPUs within a bound on the mean time of an output token, and ratios.
 
     ``concurrency``, ``output``: of the second over the first variant.
     """
@@ -72,7 +72,7 @@ def at_equal_latency(
     for bound in bounds_ms:
         most = []
         for curve in (first, second):
-            fitting = [n for n, s in curve.items() if s.tpot_p50_ms <= bound and not s.waiting]
+            fitting = [n for n, s in curve.items() if s.tpot_ms <= bound and not s.waiting]
             most.append(max(fitting, default=0))
         if min(most):
             a, b = first[most[0]], second[most[1]]

@@ -43,6 +43,11 @@ class Summary:
     reclaims: int
     step_ms: dict[str, float]
 
+    @property
+    def tpot_ms(self) -> float:
+        """Mean time for each output token of a request."""
+        return 1e3 * self.running / max(self.output_tokens_per_s, 1e-9)
+
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of plain numbers."""
         return asdict(self)
