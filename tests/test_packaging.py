@@ -36,6 +36,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     }
     assert "vllm_dhisparse/kernels/__init__.py" in names
     assert "vllm_dhisparse/py.typed" in names
+    assert "vllm_dhisparse/simulator/data/models.toml" in names
+    assert "vllm_dhisparse/simulator/data/profiles/h200-pcie.toml" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
