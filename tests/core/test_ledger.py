@@ -1,4 +1,5 @@
 import pytest
+from base_units import set_base_units
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,12 +123,12 @@ def test_base_units_change_for_all_running_requests_or_not_at_all():
     source, ledger = make_ledger(num_blocks=12)
     ledger.claim_share("a", 9)
     ledger.claim_share("b", 2)
-    with pytest.raises(ValueError, match="need 10 free blocks, 8 are free"):
-        ledger.set_base_units(5)
+    with pytest.raises(ValueError, match="10 blocks are missing, 8 are free"):
+        set_base_units(ledger, 5)
     assert ledger.levels() == (8, 0, 2, 0)
-    ledger.set_base_units(4)
+    set_base_units(ledger, 4)
     assert source.num_free == 0
-    ledger.set_base_units(0)
+    set_base_units(ledger, 0)
     assert ledger.levels() == (12, 0, 0, 6)
     ledger.check_integrity()
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from base_units import set_base_units
 from vllm.v1.request import Request
 
 from vllm_dhisparse.runtime.tables import NO_PAGE
@@ -236,7 +237,7 @@ class World:
 
     def set_base_units(self, base_units):
         with suppress(ValueError):  # too few blocks are free
-            self.state.ledger.set_base_units(base_units)
+            set_base_units(self.state.ledger, base_units)
 
     def adopt(self, num_units, head_reserve_blocks, take_cached):
         if self.setup.residency == "adaptive":

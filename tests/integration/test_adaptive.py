@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import pytest
+from base_units import set_base_units
 from checked import checked
 from engine import counters, prompts, running, scheduler
 from vllm import SamplingParams
@@ -182,7 +183,7 @@ class RandomCapacity:
                 ledger.refill_reserve(rng.randrange(100))
             case 3:
                 with suppress(ValueError):  # too few blocks are free
-                    ledger.set_base_units(rng.randrange(4))
+                    set_base_units(ledger, rng.randrange(4))
             case _:
                 units = ledger.adopt(rng.randrange(20), 0, take_cached=rng.random() < 0.2)
                 units += ledger.recycle(rng.randrange(8))

@@ -23,7 +23,8 @@ from .kv_setup import (
     make_request,
     make_state,
 )
-from .test_kv_spec import config, latent_spec
+from .test_kv_groups import engine_config
+from .test_kv_spec import latent_spec
 
 GROUPS = 3
 
@@ -49,7 +50,7 @@ class Pool:
     def __init__(self, kv, state=None):
         self.kv, self.state, self.requests = kv, state, []
 
-    def allocate(self, request, num_tokens, **admission):
+    def allocate(self, request, num_tokens, num_hit=0, **admission):
         blocks = self.kv.allocate_slots(request, num_tokens, **admission)
         if blocks is None:
             return False
@@ -58,16 +59,25 @@ class Pool:
                 self.state.on_admitted(request, self.kv.get_blocks(request.request_id))
             scheduled = SimpleNamespace(num_scheduled_tokens={request.request_id: num_tokens})
             self.state.bind_scheduled(scheduled)
-        request.num_computed_tokens += num_tokens
+        request.num_computed_tokens += num_hit + num_tokens
         return True
 
-    def start(self, prompt_tokens):
-        request = make_request(str(len(self.requests)), [len(self.requests)] * prompt_tokens)
+    def start(self, prompt_tokens, shared_tokens=0):
+        number = len(self.requests)
+        tokens = [0] * shared_tokens + [1 + number] * prompt_tokens
+        request, prompt_tokens = make_request(str(number), tokens), len(tokens)
+        computed, num_hit, *_ = self.kv.get_computed_blocks(request)
         if self.state:
-            self.state.on_new_request(request, 0)
-        admission = {"full_sequence_must_fit": True}
+            self.state.on_new_request(request, num_hit)
+        admission = {
+            "full_sequence_must_fit": True,
+            "num_hit": num_hit,
+            "num_new_computed_tokens": num_hit,
+            "new_computed_blocks": computed,
+        }
         while request.num_computed_tokens < prompt_tokens:
-            chunk = min(MAX_CHUNK, prompt_tokens - request.num_computed_tokens)
+            num_computed = admission.get("num_hit", request.num_computed_tokens)
+            chunk = min(MAX_CHUNK, prompt_tokens - num_computed)
             if not self.allocate(request, chunk, **admission):
                 return None
             admission = {}
@@ -78,9 +88,9 @@ class Pool:
         request.append_output_token_ids(1)
         return self.allocate(request, 1)
 
-    def fill(self, prompt_tokens, output_tokens):
-        """Return how many requests of a length fit at a time."""
-        while (request := self.start(prompt_tokens)) is not None:
+    def fill(self, prompt_tokens, output_tokens, shared_tokens=0):
+        """Return how many requests of a length, after a common prefix, fit at a time."""
+        while (request := self.start(prompt_tokens, shared_tokens)) is not None:
             for _ in range(output_tokens):
                 if not self.decode(request):
                     return len(self.requests) - 1
@@ -103,21 +113,25 @@ def tier_pool(num_blocks, base_units, residency="adaptive"):
 @settings(max_examples=25, deadline=None)
 @given(
     prompt_tokens=st.integers(1, 700),
+    shared_tokens=st.sampled_from([0, 0, 64, 300]),
     output_tokens=st.integers(0, 60),
     base_units=st.integers(0, 40),
     residency=st.sampled_from(["fixed", "adaptive"]),
 )
-@example(prompt_tokens=1, output_tokens=0, base_units=40, residency="fixed")
-@example(prompt_tokens=16, output_tokens=1, base_units=40, residency="adaptive")
-@example(prompt_tokens=255, output_tokens=60, base_units=16, residency="adaptive")
+@example(prompt_tokens=1, shared_tokens=0, output_tokens=0, base_units=40, residency="fixed")
+@example(prompt_tokens=16, shared_tokens=0, output_tokens=1, base_units=40, residency="adaptive")
+@example(prompt_tokens=255, shared_tokens=0, output_tokens=60, base_units=16, residency="adaptive")
+@example(prompt_tokens=20, shared_tokens=640, output_tokens=20, base_units=40, residency="adaptive")
 def test_f26_the_tier_never_lowers_the_maximum_concurrency(
-    prompt_tokens, output_tokens, base_units, residency
+    prompt_tokens, shared_tokens, output_tokens, base_units, residency
 ):
     num_blocks = 240
-    resident = Pool(resident_manager(num_blocks)).fill(prompt_tokens, output_tokens)
+    lengths = prompt_tokens, output_tokens, shared_tokens
+    resident = Pool(resident_manager(num_blocks)).fill(*lengths)
     pool = tier_pool(num_blocks, base_units, residency)
-    assert pool.fill(prompt_tokens, output_tokens) >= resident
+    assert pool.fill(*lengths) >= resident
     pool.state.check_integrity()
+    assert resident
 
 
 def test_f26_long_requests_gain():
@@ -151,5 +165,7 @@ def test_f26_the_size_of_the_longest_request_is_at_most_that_of_all_its_rows(
     base_units, max_model_len
 ):
     blocks = -(-max_model_len // 64)
-    size = latent_spec(656, 42_240, base_units).max_memory_usage_bytes(config(max_model_len))
+    size = latent_spec(656, 42_240, base_units).max_memory_usage_bytes(
+        engine_config(max_model_len=max_model_len)
+    )
     assert size <= blocks * 42_240

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from vllm_dhisparse.core.block_source import BlockSource
 from vllm_dhisparse.core.commands import Command, UnitAdded, UnitLost, UnitMoved, UnitState
+from vllm_dhisparse.core.shares import Shares
 from vllm_dhisparse.core.spans import MissingSpans, PlacedSpans, Span
 
 LedgerResidency: TypeAlias = Literal["fixed", "adaptive"]
@@ -28,13 +29,9 @@ class Ledger:
     """Units of one engine by state.
 
     Tail units belong to a request and a position; their blocks are given back by
-    vLLM when the request ends. Required units are pinned, for each running request as
-    many as its share, and belong to nobody in particular. Optional units lie in the
-    free queue and are readable until the pool hands one of their blocks out.
-
-    The share of a request is the units of its history outside its tail, at most
-    ``base_units``. So a request never requires more units than would hold all its rows,
-    and its share grows out of its own full tails, without an allocation.
+    vLLM when the request ends. Required units are pinned, as many as ``core.shares``
+    says, and belong to nobody in particular. Optional units lie in the free queue and are
+    readable until the pool hands one of their blocks out.
 
     Args:
         source: the pool.
@@ -57,9 +54,8 @@ class Ledger:
         missing: MissingSpans | None = None,
     ) -> None:
         assert num_groups > 0
-        assert base_units >= 0
         self.num_groups = num_groups
-        self.base_units = base_units
+        self._shares = Shares(base_units)
         self._source = source
         self._keeps_units = residency == "adaptive"
         self._log = log
@@ -67,8 +63,6 @@ class Ledger:
         self._free_numbers: list[int] = []
         # unit by position; positions are consecutive, and only the newest are here
         self._tails: dict[str, dict[int, int]] = {}
-        # units before the tail, by request
-        self._history: dict[str, int] = {}
         # insertion order is age, oldest first
         self._required: dict[int, None] = {}
         self._optional: dict[int, None] = {}
@@ -103,47 +97,45 @@ class Ledger:
         """Whether the request has claimed its base share."""
         return request_id in self._tails
 
-    def share_units(self, history_units: int) -> int:
-        """Return the required units of a request with so many units before its tail."""
-        return min(self.base_units, history_units)
+    @property
+    def base_units(self) -> int:
+        """Required units of a running request at most."""
+        return self._shares.base_units
 
-    def claim_share(self, request_id: str, history_units: int) -> None:
-        """Pin the share of a request that starts to run with a hit of ``history_units``.
+    def missing_units(self, history_units: int = 0, shared_units: int = 0) -> int:
+        """Return required units that are not held, with those of one more request.
+
+        Args:
+            history_units: of its prefix hit.
+            shared_units: those of them that running requests have too.
+
+        """
+        required = self._shares.required_units(history_units, shared_units)
+        return max(required - len(self._required), 0)
+
+    def claim_share(self, request_id: str, history_units: int, shared_units: int = 0) -> None:
+        """Pin what is missing for a request that starts to run; see ``missing_units``.
 
         The newest optional units are pinned first, since their rows are the likeliest
         to be read again; the rest is allocated. Admission has made sure of the room.
         """
         assert request_id not in self._tails
         self._tails[request_id] = {}
-        self._history[request_id] = history_units
+        self._shares.start(request_id, history_units, shared_units)
         self.spans.start(request_id)
         self._missing.start(request_id)
-        self._require(self.share_units(history_units))
+        self._require(self.missing_units())
 
-    def set_base_units(self, base_units: int) -> None:
-        """Change the largest share, of every running request at once.
-
-        Raises:
-            ValueError: the pool has too few free blocks; nothing is changed.
-
-        """
-        shares = sum(min(base_units, history) for history in self._history.values())
-        missing = shares - len(self._required)
-        if missing * self.num_groups > self._source.num_free:
-            raise ValueError(
-                f"{missing} more required units need {missing * self.num_groups} free blocks, "
-                f"{self._source.num_free} are free"
-            )
-        self.base_units = base_units
-        if missing > 0:
-            self._require(missing)
-        else:
-            self._release_required(-missing)
+    def settle(self, shared_units: int) -> None:
+        """Note what running requests share, see ``core.shares``, and release the surplus."""
+        self._shares.shared_units = shared_units
+        self._release_required(max(len(self._required) - self._shares.required_units(), 0))
 
     def grow_tail(self, request_id: str, first_position: int, num_units: int) -> None:
         """Allocate the tail units at ``first_position`` and the positions after it."""
         tail = self._tails[request_id]
-        assert first_position == self._history[request_id] + len(tail), "a tail with a gap"
+        end = self._shares.history_units(request_id) + len(tail)
+        assert first_position == end, "a tail with a gap"
         units = self._allocate(num_units, UnitState.TAIL)
         tail.update(zip(range(first_position, first_position + num_units), units, strict=True))
 
@@ -156,17 +148,17 @@ class Ledger:
 
         The first complete its share, the others are kept or freed as the residency says.
         """
-        tail, history = self._tails[request_id], self._history[request_id]
+        tail, history = self._tails[request_id], self._shares.history_units(request_id)
         positions = range(history, min(end_position, history + len(tail)))
         full = [tail.pop(position) for position in positions]
         for unit, position in zip(full, positions, strict=True):
             self.spans.put(unit, Span(request_id, position))
-        self._history[request_id] = history + len(full)
-        more = self.share_units(history + len(full)) - self.share_units(history)
-        for unit in full[:more]:
+        self._shares.extend(request_id, len(full))
+        missing = self.missing_units()
+        for unit in full[:missing]:
             self._log.append(UnitMoved(unit, UnitState.REQUIRED))
             self._required[unit] = None
-        self._retain(full[more:])
+        self._retain(full[missing:])
 
     def fill(self, unit: int, span: Span) -> None:
         """Note that an adopted unit gets the rows of a span."""
@@ -178,11 +170,11 @@ class Ledger:
         number, self._num_reclaimed = self._num_reclaimed, 0
         return number
 
-    def end_request(self, request_id: str) -> None:
-        """Forget the tail of a request and release its share; unknown requests are fine.
+    def end_request(self, request_id: str, shared_units: int = 0) -> None:
+        """Forget a request and release its share; unknown requests are fine.
 
-        The blocks of the tail stay referenced: they are in vLLM's table, and vLLM frees
-        them.
+        The blocks of its tail stay referenced: they are in vLLM's table, and vLLM frees
+        them. ``shared_units`` is what the others share, see ``settle``.
         """
         tail = self._tails.pop(request_id, None)
         if tail is None:
@@ -192,7 +184,8 @@ class Ledger:
         self._ended.update(dict.fromkeys(unit for unit in left if unit in self._optional))
         for unit in tail.values():
             self._retire(unit)
-        self._release_required(self.share_units(self._history.pop(request_id)))
+        self._shares.end(request_id)
+        self.settle(shared_units)
 
     def adopt(
         self, num_units: int, head_reserve_blocks: int, take_cached: bool = False
@@ -305,8 +298,8 @@ class Ledger:
         blocks = [block for ids in by_state.values() for block in ids]
         assert len(blocks) == len(set(blocks)), "a block is in two units"
         assert len(blocks) == self.num_groups * len(self._blocks), "a unit has no state"
-        assert self._history.keys() == self._tails.keys()
-        assert len(self._required) == sum(map(self.share_units, self._history.values()))
+        self._shares.check_integrity(set(self._tails))
+        assert len(self._required) <= self._shares.required_units()
         assert self._keeps_units or not self._optional
         assert set(self._optional_of_block) == set(by_state[UnitState.OPTIONAL])
         assert set(self._ended) <= set(self._optional)
@@ -320,7 +313,7 @@ class Ledger:
                 assert self._source.is_referenced(block) == is_pinned, (state, block)
                 assert not self._source.is_cached(block)
         for request_id, tail in self._tails.items():
-            first = self._history[request_id]
+            first = self._shares.history_units(request_id)
             assert list(tail) == list(range(first, first + len(tail))), "a tail has a gap"
 
     def _require(self, num_units: int) -> None:

@@ -39,6 +39,8 @@ class PageAllocator:
         self._expected: dict[str, int] = {}
         self._promised: dict[str, int] = {}
         self._num_promised = 0
+        self.num_shared = 0
+        """Pages of running requests, each counted once less than it has holders."""
         source.add_reuse_listener(self._drop_if_bound)
 
     @property
@@ -141,7 +143,9 @@ class PageAllocator:
         self._set_promise(request_id, 0)
         for block in reversed(self._bound.pop(request_id, ())):
             self._holders[block] -= 1
-            if not self._holders[block]:
+            if self._holders[block]:
+                self.num_shared -= 1
+            else:
                 del self._holders[block]
                 self._ended[block] = None
 
@@ -169,6 +173,7 @@ class PageAllocator:
                 held[block] = held.get(block, 0) + 1
                 assert self._source.is_referenced(block), "a running request lost a block"
         assert held == self._holders
+        assert self.num_shared == sum(held.values()) - len(held)
         for block in self._idle:
             assert not self._source.is_referenced(block), "an idle block is in use"
 
@@ -186,6 +191,7 @@ class PageAllocator:
     def _add_holder(self, block: int) -> None:
         if block in self._holders:
             self._holders[block] += 1
+            self.num_shared += 1
         else:
             self._holders[block] = 1
             self._ended.pop(block, None)

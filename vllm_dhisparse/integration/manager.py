@@ -73,7 +73,8 @@ class DHiSparseManager(SingleTypeKVCacheManager):
             units -= len(self.req_to_blocks[request_id])
         else:
             hit_units = total_computed_tokens // self.block_size
-            units -= hit_units - state.ledger.share_units(hit_units)
+            shared_units = state.shared_hit_units(request_id)
+            units -= hit_units - state.ledger.missing_units(hit_units, shared_units)
             if apply_admission_cap:
                 # Full tails become the share; beyond it they leave the request.
                 units = min(units, state.max_tail_blocks + state.ledger.base_units)
@@ -105,7 +106,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         if not self._group:
             state = self._bound_state()
             if not state.ledger.is_running(request_id):
-                state.ledger.claim_share(request_id, first)
+                state.ledger.claim_share(request_id, first, state.shared_hit_units(request_id))
             state.pages.promise(request_id, -(-num_tokens // state.page_tokens))
             if end > first:
                 state.ledger.grow_tail(request_id, first, end - first)
@@ -154,8 +155,7 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         """End the request, however it ends, and return its tail blocks."""
         if not self._group:
             state = self._bound_state()
-            state.ledger.end_request(request_id)
-            state.pages.end_request(request_id)
+            state.end_request(request_id)
         first = self._num_null.pop(request_id, 0)
         self._hit_blocks.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)[first:]

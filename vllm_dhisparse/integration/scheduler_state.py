@@ -108,6 +108,11 @@ class SchedulerState:
             m.block_size for m in managers if m not in latent and m not in indexer + rings
         ]
         """Of draft KV that grows with the context."""
+        self._page_units = self.page_tokens // self._block_tokens
+        self._shared_hits: dict[str, int] = {}
+        """Units by request that vLLM looks at in this step."""
+        self._admitted: set[str] = set()
+        """Requests of this step."""
         self._considered: dict[str, int] = {}
         """Blocks that requests require which vLLM looked at in this step and did not admit."""
         self._waiting_blocks = 0
@@ -133,6 +138,20 @@ class SchedulerState:
                 assert found is not None, "a prefix hit lost a block"
                 hit.append(found[0].block_id)
         self.pages.expect_hit(request.request_id, hit)
+        num_shared = sum(map(self._source.is_referenced, hit))
+        self._shared_hits[request.request_id] = num_shared * self._page_units
+
+    def shared_hit_units(self, request_id: str) -> int:
+        """Return units of a considered request's hit that other requests have too."""
+        return self._shared_hits.get(request_id, 0)
+
+    def end_request(self, request_id: str) -> None:
+        """Forget a request, however it ends; unknown ones are fine."""
+        self.pages.end_request(request_id)
+        self._shared_hits.pop(request_id, None)
+        # Those admitted in this step may not be known to share pages yet.
+        pending = sum(map(self._shared_hits.__getitem__, self._admitted & self._shared_hits.keys()))
+        self.ledger.end_request(request_id, self._shared_units() + pending)
 
     def consider(self, request_id: str, latent_blocks: int, page_blocks: int) -> None:
         """Note what a request requires that vLLM would like to admit."""
@@ -154,6 +173,7 @@ class SchedulerState:
     def on_admitted(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Keep the pages of the prefix hit; for ``update_state_after_alloc``."""
         self._considered.pop(request.request_id, None)
+        self._admitted.add(request.request_id)
         group = blocks.blocks[self._address.kv_cache_group_id]
         self.pages.hold(request.request_id, [block.block_id for block in group])
 
@@ -167,6 +187,9 @@ class SchedulerState:
             if num_bound < len(table):
                 pages.bind(request_id, [block.block_id for block in table[num_bound:]])
         pages.end_step()
+        self._shared_hits.clear()
+        self._admitted.clear()
+        self.ledger.settle(self._shared_units())
         self._waiting_blocks = next(iter(self._considered.values()), 0)
         self._considered.clear()
 
@@ -252,6 +275,9 @@ class SchedulerState:
     def share_blocks(self) -> int:
         """Blocks that a request takes on admission, whatever its length."""
         return self.ledger.base_units * self.ledger.num_groups + self._ring_blocks
+
+    def _shared_units(self) -> int:
+        return self.pages.num_shared * self._page_units
 
     def _restore(self, units: Sequence[int]) -> int:
         """Fill empty units with the newest spans that are on no unit; return how many."""

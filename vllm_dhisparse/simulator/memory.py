@@ -101,7 +101,7 @@ class Memory:
     def required_blocks(self, context: int, queries: int) -> int:
         """Blocks that a request takes at admission."""
         first = 0 if self.is_resident else context // UNIT_ROWS
-        units = ceil((context + queries) / UNIT_ROWS) - first + self.ledger.share_units(first)
+        units = ceil((context + queries) / UNIT_ROWS) - first + self.ledger.missing_units(first)
         return (
             units * self.sizes.latent_groups
             + self._pages_for(context + queries)
