@@ -184,13 +184,14 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--method", choices=METHODS, required=True)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"default: {STEPS}")
     options = parser.parse_args()
     target = read_target(options.target).requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(options.target / "tokenizer.json"))
     options.directory.mkdir(parents=True, exist_ok=True)
     corpora = make_corpora(target, tokenizer, options.directory.parent / "corpora.pt")
     training = DrafterTraining(target, corpora, options.directory, options.method)
-    training.run()
+    training.run(options.steps)
     write_drafter(training.drafter, options.directory / "checkpoint")
 
 

@@ -9,6 +9,7 @@ from tiny_dsa.checkpoint import read_target
 from tiny_dsa.corpus import generate
 from tiny_dsa.data import RECALL, Source, text_pieces
 from tiny_dsa.decode import Reader, greedy
+from tiny_dsa.drafter import METHODS
 from tiny_dsa.evaluate import SEED, recall
 from tiny_dsa.model import DENSE, SHUFFLED, SPARSE
 from tiny_dsa.train_drafter import accepted_lengths, read_drafter
@@ -17,7 +18,6 @@ from transformers_oracle import TransformersOracle
 
 FOLDER = Path(tiny_dsa.__file__).parent / "checkpoints"
 TARGET = FOLDER / "target"
-DRAFTERS = ("dspark",)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def source():
 def continuations(target):
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     held = Source(tokenizer, text_pieces()[1], SEED)
-    taps = read_drafter(DRAFTERS[0], target, FOLDER / DRAFTERS[0]).taps
+    taps = read_drafter(METHODS[0], target, FOLDER / METHODS[0]).taps
     return generate(target, held, 64, taps, seed=SEED)
 
 
@@ -56,13 +56,13 @@ def test_transformers_recalls_the_same(target, source):
     assert generated == greedy(reader, torch.tensor([prompt]), 8)[0].tolist()
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_target_accepts_drafts(target, continuations, method):
     drafter = read_drafter(method, target, FOLDER / method)
     assert accepted_lengths(drafter, continuations)["accepted"] >= 2.0
 
 
-@pytest.mark.parametrize("name", ["target", *DRAFTERS])
+@pytest.mark.parametrize("name", ["target", *METHODS])
 def test_checkpoint_is_small(name):
     files = [path for path in (FOLDER / name).iterdir() if path.is_file()]
     assert {path.name for path in files} >= {"config.json", "model.safetensors"}
