@@ -5,12 +5,11 @@ from hypothesis import strategies as st
 
 from vllm_dhisparse.core.commands import UnitAdded, UnitLost, UnitMoved, UnitState
 from vllm_dhisparse.core.ledger import Ledger
-
-from .fake_source import FakeSource
+from vllm_dhisparse.simulator.pool import SimulatedPool
 
 
 def make_ledger(num_blocks=24, num_groups=2, base_units=1, residency="adaptive"):
-    source = FakeSource(num_blocks)
+    source = SimulatedPool(num_blocks)
     return source, Ledger(source, num_groups, base_units, residency, [])
 
 
@@ -149,7 +148,7 @@ def test_nothing_is_adopted_while_the_head_is_not_the_whole_reserve(is_cached):
         source.cached = {3}
     else:
         ledger.adopt(1, head_reserve_blocks=0)
-        source.queue = source.queue[-2:] + source.queue[:-2]
+        source.reorder(source.queue[-2:] + source.queue[:-2])
     assert ledger.adopt(2, head_reserve_blocks=4) == []
     assert ledger.refill_reserve(4) == (0 if is_cached else 1)
     ledger.check_integrity()

@@ -2,13 +2,12 @@ import pytest
 
 from vllm_dhisparse.core.commands import PageBound, PageDropped
 from vllm_dhisparse.core.pages import PageAllocator
-
-from .fake_source import FakeSource
+from vllm_dhisparse.simulator.pool import SimulatedPool
 
 
 def make_pages(num_pages=4, num_blocks=16):
     log = []
-    source = FakeSource(num_blocks)
+    source = SimulatedPool(num_blocks)
     return source, PageAllocator(source, num_pages, log), log
 
 

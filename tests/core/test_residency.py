@@ -9,8 +9,7 @@ from unit_losses import UnitLosses
 
 from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
 from vllm_dhisparse.core.ledger import Ledger
-
-from .fake_source import FakeSource
+from vllm_dhisparse.simulator.pool import SimulatedPool
 
 GROUPS, BASE_UNITS, TAIL_UNITS = 2, 2, 2
 REQUIRED_BLOCKS = GROUPS * (BASE_UNITS + TAIL_UNITS)
@@ -20,7 +19,7 @@ class Engine:
     """Requests with equal prefix hits on one ledger; ``step`` is one scheduler iteration."""
 
     def __init__(self, num_blocks=200, max_running=100, **controller):
-        self.source = FakeSource(num_blocks)
+        self.source = SimulatedPool(num_blocks)
         self.ledger = Ledger(self.source, GROUPS, BASE_UNITS, "adaptive", [])
         self.controller = ResidencyController(**controller)
         self.history = History()

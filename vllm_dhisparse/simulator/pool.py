@@ -1,21 +1,37 @@
 """A pool of integer blocks with the free queue of vLLM's, for the ledger and the pages."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from vllm_dhisparse.core.block_source import ReuseListener
 
 
 class SimulatedPool:
-    """A ``BlockSource`` of plain numbers; nothing is ever prefix-cached in it."""
+    """A ``BlockSource`` of plain numbers.
+
+    Attributes:
+        cached: blocks that a prefix hash names; empty unless a caller says so.
+
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._queue = OrderedDict.fromkeys(range(num_blocks))
         self._references = [0] * num_blocks
+        self.cached: set[int] = set()
         self._watched: set[int] = set()
         self._listeners: list[ReuseListener] = []
+
+    @property
+    def queue(self) -> list[int]:
+        """Free blocks, the next to be reused first."""
+        return list(self._queue)
+
+    def reorder(self, queue: Sequence[int]) -> None:
+        """Give the free blocks another order."""
+        assert sorted(queue) == sorted(self._queue)
+        self._queue = OrderedDict.fromkeys(queue)
 
     @property
     def num_free(self) -> int:
@@ -50,10 +66,13 @@ class SimulatedPool:
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference; free blocks go to the head, the first of them foremost."""
-        for block in reversed([block for block in blocks if self._drop(block)]):
+        """Drop a reference; plain free blocks go to the head, the first of them foremost."""
+        free = [block for block in blocks if self._drop(block)]
+        for block in free:
             self._queue[block] = None
-            self._queue.move_to_end(block, last=False)
+        for block in reversed(free):
+            if block not in self.cached:
+                self._queue.move_to_end(block, last=False)
 
     def release_readable(self, blocks: Sequence[int]) -> None:
         """Drop a reference; free blocks go to the tail of the queue."""
@@ -64,26 +83,27 @@ class SimulatedPool:
 
     def watch(self, blocks: Sequence[int]) -> None:
         """Report the next reuse of blocks in use."""
+        assert all(self._references[block] for block in blocks)
         self._watched.update(blocks)
 
     def evict_prefix(self, blocks: Iterable[int]) -> None:
-        """Do nothing: no prefix hash is kept."""
+        """Forget the prefix hashes of blocks."""
+        self.cached.difference_update(blocks)
 
     def is_cached(self, block: int) -> bool:
-        """Return False."""
-        return False
+        """Whether a prefix hash names the block."""
+        return block in self.cached
 
     def is_referenced(self, block: int) -> bool:
         """Whether anything holds the block."""
         return self._references[block] > 0
 
-    def walk_free(self) -> Iterator[tuple[int, bool]]:
-        """Free blocks from the head of the queue."""
-        return ((block, False) for block in self._queue)
-
     def first_free(self, count: int) -> tuple[list[int], list[int]]:
-        """Return free blocks from the head of the queue on; none is cached."""
-        return list(islice(self._queue, count)), []
+        """Return free blocks from the head of the queue on, and the places of cached ones."""
+        blocks = list(islice(self._queue, count))
+        if not self.cached:
+            return blocks, []
+        return blocks, [place for place, block in enumerate(blocks) if block in self.cached]
 
     def _reuse(self, block: int) -> None:
         assert self._references[block] == 0
@@ -92,6 +112,7 @@ class SimulatedPool:
             self._watched.remove(block)
             for listener in self._listeners:
                 listener(block)
+        self.cached.discard(block)
 
     def _drop(self, block: int) -> bool:
         assert self._references[block] > 0
