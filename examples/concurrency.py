@@ -33,10 +33,10 @@ SAMPLED_STEPS = 4
 class Load:
     """The requests, and the device memory that they share."""
 
-    requests: int = 16
+    requests: int = 12
     prompt_tokens: int = 2048
-    output_tokens: int = 256
-    pool_mib: int = 96
+    output_tokens: int = 192
+    pool_mib: int = 64
     layers: int = 16
     leaders: int = 2
     batched_tokens: int = 256
