@@ -143,6 +143,7 @@ class Ours(Stock):
         self.connector._controller = controller_for(DHiSparseConfig(), engine, state)
         self.connector._adaptations = DHiSparseStats()
         self.connector._working_set_rows = 0
+        self.connector._rings = []
         self.connector._kv_cache_config = SimpleNamespace(
             num_blocks=1, kv_cache_tensors=[SimpleNamespace(size=42_240 * 20)]
         )
