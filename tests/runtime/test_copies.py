@@ -62,9 +62,10 @@ def small_plan():
 
 
 def test_fp8_rows_are_decoded_to_staging_and_kept_as_they_are_in_slots(device_ops):
-    """Every e4m3 value, NaN and subnormals among them, with scales of all sizes."""
+    """Every e4m3 value, NaN and subnormals among them; scales of all sizes, and for ties."""
     host = random_bytes(4, 128, 656)
     scales = torch.randn(4, 128, 4) * 10.0 ** torch.randint(-6, 6, (4, 128, 4))
+    scales[..., ::2] = torch.randint(32, 64, (4, 128, 2)) / 32
     host[..., 512:528] = scales.view(torch.uint8)
     host[..., 528:] = torch.randn(4, 128, 64).bfloat16().view(torch.uint8)
     whole = host.view(-1, 656)[torch.randint(0, 512, (9 * 66,))].view(9, 66, 656).clone()
