@@ -33,6 +33,8 @@ from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
 from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.tables import NO_PAGE, UNIT_ROWS
 
+PLANE = os.environ.get("CUDA_PATH_PLANE", "cpu")
+"""The implementation of the data plane that runs in the place of Triton's on a GPU."""
 KERNEL_BLOCK = 64  # of vLLM's indexer
 HEADS = 3
 SCALE = 0.07
@@ -90,9 +92,8 @@ def arrange(monkeypatch, vllm_config, reason=None, alias=0):
     monkeypatch.setattr(backend, "get_current_vllm_config", lambda: vllm_config)
     monkeypatch.setattr(backend, "CudaPinner", lambda: CudaPinner(runtime))
     monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
-    name = os.environ.get("CUDA_PATH_PLANE", "cpu")
-    monkeypatch.setattr(connector_module, "data_plane", lambda _: implementation(name))
-    monkeypatch.setattr(workspace, "data_plane", lambda _: implementation(name))
+    monkeypatch.setattr(connector_module, "data_plane", lambda _: implementation(PLANE))
+    monkeypatch.setattr(workspace, "data_plane", lambda _: implementation(PLANE))
     return runtime
 
 
@@ -138,6 +139,7 @@ class CudaMemory:
 
     def __init__(self, setup, monkeypatch, cache_dtype="fp8_ds_mla", reason=None):
         self.cache_dtype, self.top_k = cache_dtype, setup.top_k
+        self.is_exact = reason is None  # FlashMLA's stand-in sums as the oracle does
         self.padding = setup.num_drafts  # rows and tokens that a graph adds
         num_layers = max(setup.num_groups, 2 * setup.num_index_groups)
         self.config = engine_config(setup, cache_dtype, setup.residency, num_layers)
@@ -349,7 +351,11 @@ class CudaMemory:
         rows = decode_fp8_rows(rows) if self.cache_dtype == "fp8_ds_mla" else rows.float()
         expected = self.oracle(query, rows, valid)
         some = valid.any(dim=1)
-        assert torch.equal(out[some], expected[some]), f"layer {number} reads other rows"
+        if self.is_exact:
+            assert torch.equal(out[some], expected[some]), f"layer {number} reads other rows"
+        else:
+            error = (out[some].float() - expected[some].float()).abs()
+            assert (error <= 2e-2 * expected[some].float().abs().max()).all()
         if self.layers[list(self.layers)[number]].impl.is_leader:
             self.selected_rows += int(valid.sum())
 

@@ -25,7 +25,7 @@ from vllm_dhisparse.integration.cuda.self_check import (
 from vllm_dhisparse.integration.layers import PlaneAttention
 
 from . import cuda_memory
-from .cuda_memory import CudaMemory, engine_config, rows_of
+from .cuda_memory import PLANE, CudaMemory, engine_config, rows_of
 from .kv_setup import Setup
 from .kv_world import World
 
@@ -41,7 +41,7 @@ def flash_mla_operators():
     library._destroy()
 
 
-def run(monkeypatch, seed, cache_dtype, **settings):
+def make_world(monkeypatch, seed, cache_dtype, reason=None, **settings):
     setup = Setup(
         num_blocks=50,
         num_pages=12,
@@ -49,14 +49,18 @@ def run(monkeypatch, seed, cache_dtype, **settings):
         page_tokens=PAGE_TOKENS[cache_dtype],
         num_groups=2,
         base_units=1,
-        num_index_groups=2,
         top_k=40,
         staging_rows=128,
         seed=seed,
-        **settings,
+        **{"num_index_groups": 2, **settings},
     )
     world = World(setup)
-    world.worker.memory = memory = CudaMemory(setup, monkeypatch, cache_dtype)
+    world.worker.memory = memory = CudaMemory(setup, monkeypatch, cache_dtype, reason)
+    return world, memory
+
+
+def run(monkeypatch, seed, cache_dtype, **settings):
+    world, memory = make_world(monkeypatch, seed, cache_dtype, **settings)
     events = random.Random(seed)
     world.prefixes = [world.tokens(PAGE_TOKENS[cache_dtype] + 40)] * 4  # longer than a page
     for number in range(36):
@@ -90,6 +94,24 @@ def test_every_answer_is_that_of_the_rows_that_were_written(monkeypatch, residen
     assert totals["selected_rows"] == memory.selected_rows
     assert totals["fetched_rows"] == reached["fetches"]
     assert totals["extra_passes"] == reached["more passes"]
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "auto"])
+@pytest.mark.parametrize("reason", [None, "not built"], ids=["FlashMLA", "own attention"])
+def test_a_short_schedule(monkeypatch, cache_dtype, reason):
+    """Also run with Triton's kernels by ``tests/kernels/test_cuda_path_interpreted.py``."""
+    if reason is not None and cache_dtype == "fp8_ds_mla" and PLANE != "triton":
+        pytest.skip("only Triton's retrieve decodes rows")
+    settings = {"residency": "fixed", "num_index_groups": 1, "num_drafts": 1}
+    world, memory = make_world(monkeypatch, 3, cache_dtype, reason, lag=1, **settings)
+    for num_new in (230, 30):  # one of them more than its tail and its base share
+        world.add_request(0, 0, num_new, max_tokens=8)
+    for _ in range(6):
+        world.schedule()
+    world.close()
+    assert {
+        name for name in ("fetches", "entered the cache", "hits") if not memory.events[name]
+    } == set()
 
 
 def layer_of(memory):
