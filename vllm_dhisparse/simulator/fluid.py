@@ -4,6 +4,8 @@ Each request holds rows in order of use, and rows that were restored and not use
 share the slots of all requests. What does not fit goes: first restored rows, then the rows
 that were used longest ago, so that requests of like locality keep equally many. A step's
 union is taken to fit in the cache, so verify steps under ``fixed`` need fidelity ``rows``.
+Requests of unlike context share one curve, that of the longest. Restored rows are taken to be
+the newest that are missing, which makes miss shares below a percent too small.
 """
 
 from collections.abc import Sequence
