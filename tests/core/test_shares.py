@@ -3,8 +3,7 @@ from hypothesis import strategies as st
 
 from vllm_dhisparse.core.ledger import Ledger
 from vllm_dhisparse.core.shares import Shares
-
-from .fake_source import FakeSource
+from vllm_dhisparse.simulator.pool import SimulatedPool
 
 
 def test_a_share_is_what_the_history_has_and_at_most_the_base():
@@ -38,7 +37,7 @@ def test_history_that_requests_share_counts_once():
 
 
 def test_a_surplus_is_released_and_what_is_missing_grows_back_out_of_full_tails():
-    ledger = Ledger(FakeSource(60), 2, 4, "adaptive", [])
+    ledger = Ledger(SimulatedPool(60), 2, 4, "adaptive", [])
     ledger.claim_share("a", 5)
     ledger.claim_share("b", 5)  # not known yet to be the same
     assert ledger.levels().required_units == 8
