@@ -158,7 +158,9 @@ class DHiSparseManager(SingleTypeKVCacheManager):
             state.end_request(request_id)
         first = self._num_null.pop(request_id, 0)
         self._hit_blocks.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)[first:]
+        blocks = super().pop_blocks_for_free(request_id)
+        # vLLM 0.33 leaves the leading null blocks out itself.
+        return blocks[first:] if blocks and blocks[0].is_null else blocks
 
     @classmethod
     def find_longest_cache_hit(cls, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
