@@ -65,6 +65,7 @@ def measure(residency: str, model: Path, load: Load) -> Result:
     """Run all requests in an engine in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM prefers it to what an engine asks for
     from vllm import LLM, SamplingParams
 
     llm = LLM(
