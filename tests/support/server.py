@@ -77,6 +77,8 @@ def serving(model: Path, folder: Path, *options: str, **variables: str) -> Itera
     command += ["--max-model-len", "4096", "--max-num-seqs", "16", *options]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"} | variables
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    if "--kv-cache-memory-bytes" in options:  # vLLM prefers the variable
+        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env=environment, start_new_session=True
