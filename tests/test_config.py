@@ -61,7 +61,7 @@ def test_settings_cannot_change_later():
         DHiSparseConfig().residency = "resident"
 
 
-@pytest.mark.parametrize(("groups", "units"), [(1, 64), (4, 16), (20, 4)])
+@pytest.mark.parametrize(("groups", "units"), [(1, 32), (4, 8), (20, 4)])
 def test_the_bound_on_adoption_follows_what_a_unit_costs(groups, units):
     assert DHiSparseConfig().controller(0, groups).adopt_units_per_step == units
     chosen = DHiSparseConfig(adopt_units_per_step=5)

@@ -35,7 +35,7 @@ class DHiSparseConfig:
         head_reserve_blocks, dwell_steps, low_watermark_ratio, high_watermark_ratio,
         adopt_units_per_step, restore_rows_per_step: of ``adaptive``, see
             `core.controller.ResidencyController`. Default of ``head_reserve_blocks``: what
-            one scheduler step can take; of ``adopt_units_per_step``: 64 blocks, and at
+            one scheduler step can take; of ``adopt_units_per_step``: 32 blocks, and at
             least 4 units.
         stats_interval_steps: steps between two looks at the ages of hit rows and at what
             each request reads, for the metrics.
@@ -110,7 +110,7 @@ class DHiSparseConfig:
         """
         adopt_units = self.adopt_units_per_step
         if adopt_units is None:
-            adopt_units = max(4, 64 // blocks_per_unit)
+            adopt_units = max(4, 32 // blocks_per_unit)
         return ResidencyController(
             head_reserve_blocks=head_reserve_blocks,
             dwell_steps=self.dwell_steps,

@@ -13,7 +13,7 @@ from vllm_dhisparse.core.page_plan import plan_pages
 from vllm_dhisparse.integration.draft_layers import draft_spec, without_null_blocks
 from vllm_dhisparse.integration.draft_ring import DraftRingSpec, draft_rings, register_ring_spec
 from vllm_dhisparse.integration.draft_window import attends_to_all, impose_window
-from vllm_dhisparse.integration.row_counters import RowCounters
+from vllm_dhisparse.integration.row_counters import HostRowCounters
 from vllm_dhisparse.integration.speculators import rows_behind
 
 from .kv_setup import Setup, indexer_spec, latent_spec, make_request, make_state
@@ -267,7 +267,7 @@ def test_an_imposed_window_keeps_the_rest_of_the_attention():
     [([True, True], False, "prefill"), ([True, False], False, "decode"), ([False], True, "verify")],
 )
 def test_retrieval_counts_as_what_its_step_does(is_prefill, verifies, phase):
-    counters = RowCounters(counts_rows=True)
+    counters = HostRowCounters(True, [64])
     step = SimpleNamespace(is_prefill=torch.tensor(is_prefill), verifies=verifies)
     for _ in range(2):
         counters.add_retrieval(step, passes=3, seconds=0.25)

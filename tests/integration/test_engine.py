@@ -93,7 +93,9 @@ def test_selected_rows_are_counted_once_per_index_group(tiny_dsa):
         prefill = sum(min(i, 64) for i in range(1, 101))
         assert found["vllm:dhisparse_selected_rows{prefill,tail}"] == 2 * prefill
         assert found["vllm:dhisparse_selected_rows{decode,tail}"] == 2 * 10 * 64
-        assert found["vllm:dhisparse_mode_info{64,resident,0.1.0}"] == 1
+        info = [name for name in found if name.startswith("vllm:dhisparse_mode_info")]
+        assert len(info) == 1
+        assert "resident" in info[0]
 
 
 def test_a_second_engine_cannot_take_the_connector_of_the_first(tiny_dsa):

@@ -71,4 +71,6 @@ def test_two_data_parallel_engines(tiny_dsa, tmp_path, expected):
     for found in engines:
         assert pages(found) == HOST_PAGES, "every engine has a host pool of its own"
         assert capacity(found) == 300 * 2 * 65536
-        assert found["vllm:dhisparse_mode_info{64,adaptive,0.1.0}"] == 1
+        info = [name for name in found if name.startswith("vllm:dhisparse_mode_info")]
+        assert len(info) == 1
+        assert "adaptive" in info[0]
