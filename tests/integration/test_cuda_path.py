@@ -25,7 +25,8 @@ from vllm_dhisparse.integration.cuda.self_check import (
 from vllm_dhisparse.integration.layers import PlaneAttention
 
 from . import cuda_memory
-from .cuda_memory import PLANE, CudaMemory, engine_config, rows_of
+from .cuda_config import engine_config
+from .cuda_memory import PLANE, CudaMemory, rows_of
 from .kv_setup import Setup
 from .kv_world import World
 
