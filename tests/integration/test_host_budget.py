@@ -12,9 +12,10 @@ from vllm_dhisparse.integration.host_budget import host_pages, refuse_small_pool
 GIB = 2**30
 
 
-def vllm_config(**parallel):
+def vllm_config(device="cpu", **parallel):
     sizes = {"tensor_parallel_size": 1, "data_parallel_size_local": 1} | parallel
     return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
         parallel_config=SimpleNamespace(**sizes),
         model_config=SimpleNamespace(max_model_len=1000),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
@@ -63,6 +64,13 @@ def test_the_default_leaves_room_for_the_kv_cache_in_the_same_memory(monkeypatch
     config.scheduler_config.max_num_seqs = 8
     config.cache_config.kv_cache_memory_bytes = 16 * 2**20
     assert host_pages(config, geometry()) == pages
+
+
+def test_the_kv_cache_of_a_gpu_takes_nothing_from_the_host(monkeypatch):
+    monkeypatch.setattr(host_budget, "available_bytes", lambda: 48 * 2**20)
+    config = vllm_config(device="cuda")
+    config.cache_config.kv_cache_memory_bytes = 100 * GIB
+    assert host_pages(config, geometry()) == 24
 
 
 def test_without_a_size_the_kv_cache_takes_its_share_of_the_machine(monkeypatch):
