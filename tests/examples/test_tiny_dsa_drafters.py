@@ -200,7 +200,7 @@ def surprise(drafter, corpus):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten()).item()
 
 
-def test_training_makes_right_drafts_likelier_and_resumes(target, tmp_path):
+def test_training_makes_right_drafts_likelier_and_resumes(one_thread, target, tmp_path):
     source = Source(make_tokenizer(), text_pieces()[1], 0)
     corpus = generate(target, source, 64, Drafter("dspark", target).taps, seed=0)
     assert corpus.tokens.shape == (64, PROMPT + GENERATED)

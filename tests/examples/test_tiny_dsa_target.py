@@ -184,7 +184,7 @@ def test_index_loss_is_zero_for_scores_that_equal_the_attention(model, source):
     assert group.loss().item() > 0.05
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path):
+def test_a_stopped_run_goes_on_as_if_it_had_not(one_thread, tmp_path):
     def stages(steps):
         return tuple(Stage(mode, 96, 2, steps, 1e-3, 1e-3) for mode in (DENSE, WARM, SPARSE))
 
