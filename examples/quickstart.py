@@ -130,7 +130,8 @@ async def ask(port: int, count: int, target: str | None = None) -> None:
     for name, labels, value in samples:
         if name.startswith("vllm:dhisparse_") and value:
             shown = {k: v for k, v in labels.items() if k not in ("engine", "model_name")}
-            print(f"  {name} {shown} {value:,.0f}")
+            number = f"{value:,.0f}" if value.is_integer() else f"{value:,.3f}"
+            print(f"  {name} {shown} {number}")
     places = ", ".join(
         f"{decoded(samples, 'vllm:dhisparse_selected_rows_total', tier=tier):,} {tier}"
         for tier in ("tail", "required", "optional", "host")
