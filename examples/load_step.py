@@ -173,6 +173,13 @@ async def drive(port: int, settle_tokens: int = SETTLE_TOKENS) -> Result:
     return Result((low, high, low_again), client.sha256())
 
 
+def server_environment() -> dict[str, str]:
+    """Return the environment of a server that has the KV memory which it is started with."""
+    environment = dict(os.environ)
+    environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM prefers it to its own option
+    return environment | {"HF_HUB_OFFLINE": "1", "PROMETHEUS_DISABLE_CREATED_SERIES": "true"}
+
+
 @contextmanager
 def serving(model: Path, residency: str, log: Path, *more_options: str) -> Iterator[int]:
     """Run a server and yield its port; whatever happens, no process of it stays.
@@ -182,13 +189,12 @@ def serving(model: Path, residency: str, log: Path, *more_options: str) -> Itera
     port = choose_port()
     config = json.dumps({"dhisparse": {"residency": residency}})
     options = [*SERVER_OPTIONS, "--port", str(port), "--additional-config", config, *more_options]
-    environment = {"HF_HUB_OFFLINE": "1", "PROMETHEUS_DISABLE_CREATED_SERIES": "true"}
     with log.open("wb") as out:
         process = subprocess.Popen(
             ["vllm", "serve", str(model), *options],
             stdout=out,
             stderr=out,
-            env=os.environ | environment,
+            env=server_environment(),
             start_new_session=True,
         )
     try:

@@ -79,6 +79,7 @@ fi
 port=$(python examples/quickstart.py port $port)
 echo "[3/4] vllm serve --attention-backend DHISPARSE on port $port (log: $work/server.log)"
 export HF_HUB_OFFLINE=1 PROMETHEUS_DISABLE_CREATED_SERIES=true
+unset VLLM_CPU_KVCACHE_SPACE # vLLM prefers it to --kv-cache-memory-bytes
 # A process group of its own, so that the server and all its children can be stopped.
 setsid vllm serve "$work/model" --served-model-name tiny-dsa --port "$port" --host 127.0.0.1 \
     --attention-backend DHISPARSE --additional-config "{\"dhisparse\": {\"residency\": \"$residency\"}}" \

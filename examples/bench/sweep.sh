@@ -38,6 +38,7 @@ if [ -z "${MODEL-}" ]; then
     serve_options="--dtype float32 --kv-cache-memory-bytes 80M --max-num-seqs 16 \
         --max-num-batched-tokens 512 $serve_options"
     export HF_HUB_OFFLINE=1
+    unset VLLM_CPU_KVCACHE_SPACE # vLLM prefers it to --kv-cache-memory-bytes
 fi
 export PROMETHEUS_DISABLE_CREATED_SERIES=true
 

@@ -24,6 +24,11 @@ def result(low, high, low_again, digest="a"):
 RESULTS = {"fixed": result(0.2, 0.25, 0.2), "adaptive": result(0.001, 0.1, 0.002)}
 
 
+def test_the_environment_does_not_change_the_memory_of_a_server(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in load_step.server_environment()
+
+
 def test_the_table_has_a_line_for_each_phase():
     lines = table(RESULTS).splitlines()
     assert len(lines) == 1 + 2 * 3
