@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda_runtime import FakeCudaRuntime
-from fake_flash_mla import SCHEMAS, decode_fp8_rows, define
+from fake_flash_mla import NAMESPACE, SCHEMAS, decode_fp8_rows, define
 from vllm.forward_context import override_forward_context
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -36,7 +36,7 @@ PAGE_TOKENS = {"fp8_ds_mla": 320, "auto": 576}
 
 @pytest.fixture(scope="module", autouse=True)
 def flash_mla_operators():
-    library = torch.library.Library("_flashmla_C", "DEF")
+    library = torch.library.Library(NAMESPACE, "DEF")
     define(library)
     yield library
     library._destroy()
@@ -293,7 +293,7 @@ def test_flash_mla_is_used_only_as_it_was_recorded(flash_mla_operators, monkeypa
 
 def test_the_stand_in_has_the_recorded_schemas():
     schemas = [flash_mla.DECODE_SCHEMA, flash_mla.PREFILL_SCHEMA]
-    assert [f"_flashmla_C::{name}{rest}" for name, rest in SCHEMAS.items()] == schemas
+    assert [f"{NAMESPACE}::{name}{rest}" for name, rest in SCHEMAS.items()] == schemas
 
 
 @pytest.mark.parametrize(("heads", "padded"), [(1, 64), (64, 64), (65, 128), (128, 128)])

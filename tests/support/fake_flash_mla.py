@@ -19,6 +19,7 @@ SCHEMAS = {
         "Tensor? topk_length, Tensor(a!)? out_) -> Tensor[]"
     ),
 }
+NAMESPACE = "_flashmla_C"
 LATENT, ROPE, ROW = 512, 64, 576
 FP8_ROW_BYTES = LATENT + 16 + 2 * ROPE
 
