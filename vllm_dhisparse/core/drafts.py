@@ -78,6 +78,8 @@ class FetchPrice:
 def with_fetch_time(verify_ms: NDArray[np.float64], price: FetchPrice) -> NDArray[np.float64]:
     """Return the cost table of adaptive verification with expected fetch time in it.
 
+    Nothing calls this in serving yet: adaptive verification runs on CUDA graphs only.
+
     vLLM profiles the target once at start, on rows that are all resident, and then verifies
     the number of drafts with the most expected tokens per time. Its table has steps, since
     a step is padded to the next captured size; padding fetches nothing, so fetch time has none.
