@@ -13,6 +13,8 @@ import numba
 import torch
 from harness import BENCHMARKS, FULL, TINY, Figure
 
+from vllm_dhisparse.options import new_file
+
 
 def machine() -> dict[str, str | int]:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -36,7 +38,7 @@ def figures(only: str, tiny: bool) -> Iterator[Figure]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=new_file, help="file to write")
     parser.add_argument("--only", default="", help="run the benchmarks whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="run in seconds; figures mean nothing")
     options = parser.parse_args(arguments)

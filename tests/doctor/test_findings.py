@@ -1,7 +1,5 @@
 """Checks that look at numbers, without an environment."""
 
-import argparse
-
 import pytest
 
 from vllm_dhisparse.cli import main
@@ -111,8 +109,3 @@ def test_the_exit_status_says_whether_there_are_errors(monkeypatch, capsys):
 def test_bad_options_exit_with_two(options):
     with pytest.raises(SystemExit, match="2"):
         main(options)
-
-
-def test_sizes_are_numbers():
-    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
-        command._size("-1")

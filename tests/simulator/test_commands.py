@@ -85,6 +85,24 @@ def test_wrong_options_are_refused_with_a_reason(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "0"], "--context: '0' is not a whole number above 0"),
+        (["--concurrency", "1.5"], "--concurrency: '1.5' is not a whole number"),
+        (["--kv-gb", "-1"], "--kv-gb: '-1' is not a number above 0"),
+        (["--host-gb", "nan"], "--host-gb: 'nan' is not a number above 0"),
+        (["--host-gb", "much"], "'much' is not a number"),
+        (["--out", "no-folder/out.json"], "there is no folder 'no-folder'"),
+        (["--plot", "."], "'.' is a folder; name a file"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_runs(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", *options])
+    assert message in capsys.readouterr().err
+
+
 def test_plan_says_what_fits(capsys):
     assert main(["plan", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -96,7 +114,6 @@ def test_plan_says_what_fits(capsys):
     assert "draft ring of a request" in capsys.readouterr().out
     assert main(["plan", "--concurrency", "512"]) == 1
     assert "do not fit: host memory holds fewer" in capsys.readouterr().out
-    assert main(["plan", "--context", "0"]) == 2
     assert main(["plan", "--context", "20000", "--concurrency", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fetch_ratio"] == 0
 

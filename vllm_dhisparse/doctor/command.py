@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from vllm_dhisparse.doctor.engine import CHECK, check_engine
 from vllm_dhisparse.doctor.finding import Finding, error
 from vllm_dhisparse.doctor.memory import check_memory
 from vllm_dhisparse.doctor.programs import ProgramError
+from vllm_dhisparse.options import size
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,7 +25,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--host-pool-gib", type=_size, metavar="N", help="compare this pool with the memory"
+        "--host-pool-gib", type=size, metavar="N", help="compare this pool with the memory"
     )
     parser.set_defaults(run=run)
 
@@ -79,10 +79,3 @@ def _outside(host_pool_gib: float | None) -> Iterator[Finding]:
 def _lines(finding: Finding) -> str:
     text = f"{finding.status:7}  {finding.check}: {finding.detail}"
     return f"{text}\n         fix: {finding.fix}" if finding.fix else text
-
-
-def _size(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value

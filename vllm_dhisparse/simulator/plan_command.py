@@ -7,6 +7,8 @@ from dataclasses import asdict
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from vllm_dhisparse.options import count, size
+
 if TYPE_CHECKING:
     from vllm_dhisparse.simulator.plan import Plan
 
@@ -21,13 +23,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--profile", default="h200-pcie", help="machine: a name or a .toml file")
     parser.add_argument("--model", default="glm-5.3-4bit", help="model geometry")
-    parser.add_argument("--context", type=int, default=100_000, help="tokens of a request")
-    parser.add_argument("--concurrency", type=int, default=128, help="requests on all GPUs")
+    parser.add_argument("--context", type=count, default=100_000, help="tokens of a request")
+    parser.add_argument("--concurrency", type=count, default=128, help="requests on all GPUs")
     parser.add_argument(
         "--spec", default="none", help="none, dflash2, dspark, or fixed:ACCEPTED,DRAFTS"
     )
     parser.add_argument("--locality", default="ordinary", help="ordinary, easy, hard, scattered")
-    parser.add_argument("--host-gb", type=float, help="host memory of one GPU, for history")
+    parser.add_argument("--host-gb", type=size, help="host memory of one GPU, for history")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=run)
 
@@ -42,8 +44,6 @@ def run(options: argparse.Namespace) -> int:
     from vllm_dhisparse.simulator.speculation import speculation_named
 
     try:
-        if options.context < 1 or options.concurrency < 1:
-            raise ValueError("--context and --concurrency must be at least 1")
         profile = profile_named(options.profile)
         if options.host_gb is not None:
             profile = profile.replaced(host_gb=options.host_gb)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_dhisparse.options import count, new_file, size
+
 if TYPE_CHECKING:
     from vllm_dhisparse.simulator.engine import Step
     from vllm_dhisparse.simulator.loads import Load
@@ -37,14 +39,16 @@ def add_parser(subparsers: Any) -> None:
         help="locality of selections: ordinary, easy, hard, scattered, or .npz files with commas",
     )
     parser.add_argument("--fidelity", choices=("rows", "fluid"), default="fluid")
-    parser.add_argument("--concurrency", type=int, help="in all phases, instead of the workload's")
-    parser.add_argument("--context", type=int, help="tokens, instead of the workload's")
-    parser.add_argument("--kv-gb", type=float, help="device memory for KV, instead of what is left")
-    parser.add_argument("--host-gb", type=float, help="host memory of one GPU, for history")
+    parser.add_argument(
+        "--concurrency", type=count, help="in all phases, instead of the workload's"
+    )
+    parser.add_argument("--context", type=count, help="tokens, instead of the workload's")
+    parser.add_argument("--kv-gb", type=size, help="device memory for KV, instead of what is left")
+    parser.add_argument("--host-gb", type=size, help="host memory of one GPU, for history")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="check the books in every step")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write all figures as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs over time")
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="draw the runs over time")
     parser.set_defaults(run=run)
 
 
