@@ -22,9 +22,9 @@ from vllm.v1.request import Request
 
 from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.integration.adaptation import controller_for
-from vllm_dhisparse.integration.connector import DHiSparseConnector
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.manager import register_latent_spec
+from vllm_dhisparse.integration.scheduler_side import SchedulerSide
 from vllm_dhisparse.integration.scheduler_state import SchedulerState
 from vllm_dhisparse.integration.stats import DHiSparseStats
 
@@ -136,15 +136,15 @@ class Ours(Stock):
                 max_num_batched_tokens=CHUNK_TOKENS, max_num_seqs=self.shape.requests
             )
         )
-        # Only what the connector's hook of a step reads: no engine is behind it.
-        self.connector = object.__new__(DHiSparseConnector)
-        self.connector._scheduler_state = self.state = state
-        self.connector._sizes = SimpleNamespace(config=DHiSparseConfig())
-        self.connector._controller = controller_for(DHiSparseConfig(), engine, state)
-        self.connector._adaptations = DHiSparseStats()
-        self.connector._working_set_rows = 0
-        self.connector._rings = []
-        self.connector._kv_cache_config = SimpleNamespace(
+        # Only what a step's message reads: no engine is behind it.
+        self.side = object.__new__(SchedulerSide)
+        self.side.state = self.state = state
+        self.side.rings = []
+        self.side._sizes = SimpleNamespace(config=DHiSparseConfig())
+        self.side._controller = controller_for(DHiSparseConfig(), engine, state)
+        self.side._adaptations = DHiSparseStats()
+        self.side._working_set_rows = 0
+        self.side._kv_cache_config = SimpleNamespace(
             num_blocks=1, kv_cache_tensors=[SimpleNamespace(size=42_240 * 20)]
         )
         self.fetched_rows = 0
@@ -156,8 +156,8 @@ class Ours(Stock):
             total_num_scheduled_tokens=sum(tokens.values()),
             num_spec_tokens_to_schedule=DRAFT_TOKENS,
         )
-        self.connector._fetched_rows = self.fetched_rows
-        self.commands = self.connector.build_connector_meta(output).commands.commands
+        self.side._fetched_rows = self.fetched_rows
+        self.commands = self.side.step_metadata(output).commands.commands
 
 
 def _kv_cache_manager(shape: Shape, latent_spec: Any) -> KVCacheManager:

@@ -24,10 +24,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_dhisparse.core.commands import UnitState
-from vllm_dhisparse.integration import connector as connector_module
-from vllm_dhisparse.integration.connector import DHiSparseConnector, StepMetadata
+from vllm_dhisparse.integration import worker_side
+from vllm_dhisparse.integration.connector import DHiSparseConnector
 from vllm_dhisparse.integration.cuda import backend, workspace
 from vllm_dhisparse.integration.cuda.address import address_of
+from vllm_dhisparse.integration.messages import StepMetadata
 from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
 from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.tables import NO_PAGE, UNIT_ROWS
@@ -50,8 +51,8 @@ def arrange(monkeypatch, vllm_config, reason=None, alias=0):
         monkeypatch.setattr(workspace, "unavailable_reason", lambda _: reason)
     monkeypatch.setattr(backend, "get_current_vllm_config", lambda: vllm_config)
     monkeypatch.setattr(backend, "CudaPinner", lambda: CudaPinner(runtime))
-    monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(connector_module, "data_plane", lambda _: implementation(PLANE))
+    monkeypatch.setattr(worker_side, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(worker_side, "data_plane", lambda _: implementation(PLANE))
     monkeypatch.setattr(workspace, "data_plane", lambda _: implementation(PLANE))
     return runtime
 
@@ -113,7 +114,7 @@ class CudaMemory:
             self.config, KVConnectorRole.WORKER, self.kv_cache_config
         )
         self.connector.register_kv_caches(dict.fromkeys(self.layers, torch.empty(0)))
-        self.worker = self.connector._worker
+        self.worker = self.connector.worker.state
 
     def _build_model(self, setup, num_layers):
         self.topk = torch.full((MAX_TOKENS, setup.top_k), -1, dtype=torch.int32)

@@ -26,7 +26,7 @@ def tokens_of(answers):
 
 
 def state_of(llm):
-    return scheduler(llm).connector._scheduler_state
+    return scheduler(llm).connector.scheduler.state
 
 
 class Step(NamedTuple):

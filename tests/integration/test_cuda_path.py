@@ -87,7 +87,7 @@ def test_every_answer_is_that_of_the_rows_that_were_written(monkeypatch, residen
     """Laws 1, 2, 4, 8, with hits, misses, passes, prefix hits, preemption and late steps."""
     reached, memory = run(monkeypatch, 0, cache_dtype, lag=1, residency=residency)
     assert {name for name in EVENTS if not reached[name]} == set()
-    memory.connector._counters.begin_step()
+    memory.connector.worker.counters.begin_step()
     counted = memory.connector.get_kv_connector_stats().data["counters"]
     totals = Counter()
     for key, amount in counted.items():

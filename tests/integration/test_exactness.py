@@ -235,7 +235,7 @@ def test_f23_f25_host_pages_run_out(monkeypatch, model, resident):
     gib = (pages + 0.5) * page_rows * row_bytes * layers / 2**30
     options = {"max_model_len": 512}
     with checked(monkeypatch, model, host_pool_gib=gib, **options) as llm:
-        state = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler_state
+        state = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.state
         assert state.pages.num_pages == pages
         tokens = [answer[0] for answer in crowded(llm)]
         again = [answer[0] for answer in crowded(llm)]

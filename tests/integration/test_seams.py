@@ -13,7 +13,7 @@ import seams
 import vllm
 
 from vllm_dhisparse.integration.attention import DHiSparseBackend, DHiSparseImpl
-from vllm_dhisparse.integration.connector import DHiSparseConnector, WorkerReport
+from vllm_dhisparse.integration.connector import DHiSparseConnector
 from vllm_dhisparse.integration.cuda.address import _addressed_builder, _addressed_cache
 from vllm_dhisparse.integration.cuda.backend import CudaBackend, CudaImpl
 from vllm_dhisparse.integration.cuda.flash_mla import DECODE_SCHEMA, PREFILL_SCHEMA
@@ -21,6 +21,7 @@ from vllm_dhisparse.integration.cuda.hooks import CudaHooks
 from vllm_dhisparse.integration.cuda.metadata import CudaMetadataBuilder
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.manager import DHiSparseManager
+from vllm_dhisparse.integration.messages import WorkerReport
 from vllm_dhisparse.integration.metadata import DHiSparseMetadataBuilder
 
 RECORD = json.loads(seams.RECORD.read_text())

@@ -6,10 +6,10 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.core.page_plan import plan_pages
 from vllm_dhisparse.integration.attention import DHiSparseImpl
-from vllm_dhisparse.integration.connector import latent_layers
 from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.row_counters import HostRowCounters
+from vllm_dhisparse.integration.worker_side import latent_layers
 from vllm_dhisparse.integration.worker_state import WorkerState
 from vllm_dhisparse.runtime.ops import data_plane
 

@@ -183,7 +183,7 @@ def test_an_abort_while_drafts_are_verified_returns_the_ring(pair):
     with running(
         model, {"residency": "adaptive"}, speculative_config=config, max_model_len=512
     ) as llm:
-        engine, (ring,) = llm.llm_engine, scheduler(llm).connector._rings
+        engine, (ring,) = llm.llm_engine, scheduler(llm).connector.scheduler.rings
         for number, prompt in enumerate(prompts(40, 150, 300)):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, settings)
         for _ in range(4):

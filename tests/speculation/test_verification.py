@@ -14,8 +14,8 @@ from engine import RESIDENT, counters, greedy, prompts, running
 from speculation_settings import speculative_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from vllm_dhisparse.integration.connector import latent_layers
 from vllm_dhisparse.integration.kv_spec import is_indexer_spec
+from vllm_dhisparse.integration.worker_side import latent_layers
 from vllm_dhisparse.integration.worker_state import WorkerState
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
@@ -62,7 +62,7 @@ class ResidentRows(CommittedRows):
 class HostRows(CommittedRows):
     def read(self, speculator, request, positions):
         """The same from the host pool; the map must name slots with equal rows."""
-        worker = get_kv_transfer_group()._worker
+        worker = get_kv_transfer_group().worker.state
         tables = worker.tables
         address = next(
             number

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from vllm_dhisparse.config import DHiSparseConfig
 from vllm_dhisparse.core.commands import PageBound, SpanRestored, StepCommands, UnitLost
-from vllm_dhisparse.integration import connector, worker_state
+from vllm_dhisparse.integration import worker_side, worker_state
 from vllm_dhisparse.integration.worker_state import LayerPlace, WorkerState
 from vllm_dhisparse.runtime.host_pool import HostPool
 from vllm_dhisparse.runtime.ops import implementation
@@ -82,7 +82,7 @@ def checked(
     every block and page must be back and the books of scheduler and worker must balance.
     """
     plane = CheckedDataPlane(data_plane_name)
-    monkeypatch.setattr(connector, "data_plane", lambda _name: plane)
+    monkeypatch.setattr(worker_side, "data_plane", lambda _name: plane)
     monkeypatch.setattr(worker_state, "HostPool", partial(HostPool, poisoned=True))
     monkeypatch.setattr(WorkerState, "apply", apply_and_check)
     settings = {"residency": "fixed"}
@@ -91,12 +91,12 @@ def checked(
         for cache in kv_caches(llm):
             cache.fill_(float("nan"))
         yield llm
-        state = scheduler(llm).connector._scheduler_state
+        state = scheduler(llm).connector.scheduler.state
         state.bind_scheduled(SimpleNamespace(num_scheduled_tokens={}))  # an idle step
         state.check_integrity()
         assert state.pages.num_held == 0
         assert state.ledger.levels()[1:3] == (0, 0)
-        get_kv_transfer_group()._worker.tables.check_integrity()
+        get_kv_transfer_group().worker.state.tables.check_integrity()
         assert llm.reset_prefix_cache()
         assert state.ledger.levels()[1:] == (0, 0, 0), "a unit outlives a reset"
         assert state.pages.num_free == state.pages.num_pages, "a page outlives a reset"

@@ -6,10 +6,12 @@ import psutil
 
 from vllm_dhisparse.core.page_plan import check_host_pool
 from vllm_dhisparse.integration.geometry import Geometry
+from vllm_dhisparse.integration.names import HOST_PAGES
 from vllm_dhisparse.runtime.available_memory import available_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def host_pages(vllm_config: "VllmConfig", sizes: Geometry) -> int:
@@ -43,6 +45,12 @@ def host_pages(vllm_config: "VllmConfig", sizes: Geometry) -> int:
         request_pages = -(-(max_len + lookahead) // page_tokens)
         pages = min(pages, vllm_config.scheduler_config.max_num_seqs * request_pages)
     return pages
+
+
+def usable_pages(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> int:
+    """Return the host pages that were decided on, at most one for each block of the device."""
+    pages = vllm_config.kv_transfer_config.kv_connector_extra_config[HOST_PAGES]
+    return int(min(pages, kv_cache_config.num_blocks - 1))
 
 
 def refuse_small_pool(vllm_config: "VllmConfig", sizes: Geometry, num_pages: int) -> None:
