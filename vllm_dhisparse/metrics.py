@@ -177,7 +177,7 @@ CONTROLLER_TARGETS = Metric(
 DRAFT_LIMIT = Metric(
     "draft_tokens_limit",
     "gauge",
-    "Draft tokens per request in the next step; lower where memory is too short for more.",
+    "Draft tokens that a request may have in a step; lower where memory is too short for more.",
 )
 ADOPTED_UNITS = Metric(
     "adopted_units",

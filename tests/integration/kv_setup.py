@@ -98,6 +98,7 @@ def make_state(kv_cache_manager, setup):
         residency=setup.residency,
         max_in_flight_tokens=(setup.lag + 1) * MAX_CHUNK,
         num_lookahead_tokens=setup.num_drafts,
+        num_drafts=setup.num_drafts,
     )
 
 

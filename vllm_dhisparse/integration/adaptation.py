@@ -40,16 +40,6 @@ def controller_for(
     return config.controller(blocks + state.share_blocks(), groups)
 
 
-def shortens_drafts(vllm_config: "VllmConfig") -> bool:
-    """Return whether vLLM heeds a shorter draft length of a step.
-
-    Its V2 runner without asynchronous scheduling, which is what the CPU has, proposes and
-    verifies the full length whatever the scheduler says.
-    """
-    is_v2 = bool(vllm_config.use_v2_model_runner)
-    return bool(vllm_config.scheduler_config.async_scheduling) or not is_v2
-
-
 def adaptation_stats(done: Adaptation, unit_bytes: int) -> DHiSparseStats:
     """Return one step of the controller as counters and gauges."""
     stats = DHiSparseStats()

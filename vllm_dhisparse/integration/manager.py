@@ -37,6 +37,11 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         self._state = state
         self._group = group
 
+    def new_step_starts(self) -> None:
+        """Begin the step; the lead does it for all."""
+        if not self._group:
+            self._bound_state().begin_step()
+
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """All computed tokens: a prefix hit puts null blocks into the table."""
         return num_computed_tokens

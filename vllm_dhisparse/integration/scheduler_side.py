@@ -7,11 +7,7 @@ from vllm.logger import init_logger
 from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.core.working_set import working_set_rows
-from vllm_dhisparse.integration.adaptation import (
-    adaptation_stats,
-    controller_for,
-    shortens_drafts,
-)
+from vllm_dhisparse.integration.adaptation import adaptation_stats, controller_for
 from vllm_dhisparse.integration.draft_ring import draft_rings
 from vllm_dhisparse.integration.geometry import geometry
 from vllm_dhisparse.integration.host_budget import refuse_small_pool, usable_pages
@@ -86,7 +82,7 @@ class SchedulerSide:
             "adaptive" if sizes.config.residency == "adaptive" else "fixed",
             vllm_config.max_in_flight_tokens,
             vllm_config.num_lookahead_tokens,
-            shortens_drafts(vllm_config),
+            vllm_config.num_speculative_tokens,
         )
         if sizes.config.residency == "adaptive":
             self._controller = controller_for(sizes.config, vllm_config, self.state)
@@ -111,7 +107,6 @@ class SchedulerSide:
             done = self.state.adapt(
                 self._controller, scheduler_output, fetched_rows, self._working_set_rows
             )
-            scheduler_output.num_spec_tokens_to_schedule = done.draft_tokens
             unit_bytes = self._block_bytes * self.state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
         return StepMetadata(ring_blocks, self.state.take_commands(), recorded)

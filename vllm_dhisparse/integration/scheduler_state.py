@@ -12,11 +12,11 @@ from vllm.v1.request import Request
 
 from vllm_dhisparse.core.commands import Command, SpanRestored, StepCommands, UnitState
 from vllm_dhisparse.core.controller import History, Pressure, ResidencyController, Targets
-from vllm_dhisparse.core.drafts import draft_limit
 from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
 from vllm_dhisparse.core.spans import MissingSpans
 from vllm_dhisparse.integration.block_source import PoolBlockSource
+from vllm_dhisparse.integration.draft_lengths import DraftLengths, GrowingTables
 from vllm_dhisparse.integration.draft_ring import draft_rings
 from vllm_dhisparse.integration.kv_spec import is_indexer_spec
 from vllm_dhisparse.integration.manager import DHiSparseManager
@@ -27,7 +27,7 @@ class Adaptation(NamedTuple):
 
     ``targets``: of the controller; ``pressure_ratio``: 0 to 1; units adopted empty, adopted
     and restored, taken back by the pool, given up for the reserve; ``draft_tokens`` that each
-    request may have in the next step.
+    request could have in the step.
     """
 
     targets: Targets
@@ -51,7 +51,7 @@ class SchedulerState:
         residency: ``fixed`` or ``adaptive``.
         max_in_flight_tokens: vLLM's bound on scheduled and unprocessed tokens.
         num_lookahead_tokens: vLLM's slots beyond the scheduled tokens.
-        can_shorten_drafts: whether vLLM heeds a shorter draft length, see `shortens_drafts`.
+        num_drafts: draft tokens of a request at most.
 
     Raises:
         ValueError: the KV cache has no latent or no indexer group.
@@ -65,7 +65,7 @@ class SchedulerState:
         residency: LedgerResidency,
         max_in_flight_tokens: int,
         num_lookahead_tokens: int,
-        can_shorten_drafts: bool = True,
+        num_drafts: int = 0,
     ) -> None:
         managers = kv_cache_manager.coordinator.single_type_managers
         latent = [m for m in managers if isinstance(m, DHiSparseManager)]
@@ -86,7 +86,6 @@ class SchedulerState:
         self.max_tail_blocks: int = spec.max_tail_blocks(
             max_in_flight_tokens, num_lookahead_tokens, kv_cache_manager.max_model_len
         )
-        self._can_shorten_drafts = can_shorten_drafts
         self._num_steps = 0
         self._log: list[Command] = []
         self._source = PoolBlockSource(self._pool)
@@ -104,10 +103,21 @@ class SchedulerState:
         rings = draft_rings(kv_cache_manager)
         self._ring_blocks = sum(manager.ring_blocks for manager in rings)
         """Of one request."""
-        self._draft_block_tokens = [
-            m.block_size for m in managers if m not in latent and m not in indexer + rings
-        ]
+        full_drafts = [m for m in managers if m not in latent and m not in indexer + rings]
+        self._draft_block_tokens = [m.block_size for m in full_drafts]
         """Of draft KV that grows with the context."""
+        self._draft_lengths = DraftLengths(
+            [
+                GrowingTables(latent[0].req_to_blocks, self._block_tokens, len(latent)),
+                GrowingTables(self._address.req_to_blocks, self.page_tokens, len(indexer)),
+                *(GrowingTables(m.req_to_blocks, m.block_size, 1) for m in full_drafts),
+            ],
+            num_drafts,
+            num_lookahead_tokens,
+            max_in_flight_tokens,
+            kv_cache_manager.max_model_len,
+        )
+        self._is_adaptive = residency == "adaptive"
         self._page_units = self.page_tokens // self._block_tokens
         self._shared_hits: dict[str, int] = {}
         """Units by request that vLLM looks at in this step."""
@@ -120,6 +130,11 @@ class SchedulerState:
         self._page_waits = 0
         for group, manager in enumerate(latent):
             manager.bind(self, group)
+
+    def begin_step(self) -> None:
+        """Cut drafts to the room there is; before vLLM schedules anything of a step."""
+        if self._is_adaptive:
+            self._draft_lengths.cut(self._pool.get_num_free_blocks(), self._waiting_blocks)
 
     def on_new_request(self, request: Request, num_local_computed_tokens: int) -> None:
         """Note the prefix hit of a request that vLLM considers; it may yet be refused.
@@ -148,6 +163,7 @@ class SchedulerState:
     def end_request(self, request_id: str) -> None:
         """Forget a request, however it ends; unknown ones are fine."""
         self.pages.end_request(request_id)
+        self._draft_lengths.remove(request_id)
         self._shared_hits.pop(request_id, None)
         # Those admitted in this step may not be known to share pages yet.
         pending = sum(map(self._shared_hits.__getitem__, self._admitted & self._shared_hits.keys()))
@@ -174,6 +190,7 @@ class SchedulerState:
         """Keep the pages of the prefix hit; for ``update_state_after_alloc``."""
         self._considered.pop(request.request_id, None)
         self._admitted.add(request.request_id)
+        self._draft_lengths.add(request)
         group = blocks.blocks[self._address.kv_cache_group_id]
         self.pages.hold(request.request_id, [block.block_id for block in group])
 
@@ -251,19 +268,7 @@ class SchedulerState:
             restored,
             reclaimed,
             given_up,
-            self._draft_limit(scheduler_output, levels.free_blocks),
-        )
-
-    def _draft_limit(self, scheduler_output: SchedulerOutput, free_blocks: int) -> int:
-        num_drafts = scheduler_output.num_spec_tokens_to_schedule
-        if not self._can_shorten_drafts:
-            return num_drafts
-        num_requests = len(scheduler_output.num_scheduled_tokens)
-        return draft_limit(
-            num_drafts,
-            free_blocks,
-            self._waiting_blocks,
-            lambda drafts: self.growth_blocks(num_requests * (1 + drafts)),
+            self._draft_lengths.limit,
         )
 
     def growth_blocks(self, num_tokens: int) -> int:
