@@ -1,9 +1,11 @@
 """Draft KV of windowed layers in a ring: a few blocks per request, whatever its length.
 
 A query of a drafter sees ``sliding_window - 1`` earlier tokens and the queries of its own
-draft, so that many rows in a row of positions are ever needed at once. Logical block ``j``
-of a request lies in physical block ``j % ring_blocks``. Attention kernels see an ordinary
-block table, in which blocks come again; the window hides what was overwritten.
+draft. At the end of the longest context vLLM clamps the positions of queries, which moves their
+window back by up to all queries but one. So many rows in a row of positions are ever needed at
+once. Logical block ``j`` of a request lies in physical block ``j % ring_blocks``. Attention
+kernels see an ordinary block table, in which blocks come again; the window hides what was
+overwritten.
 """
 
 from collections.abc import Sequence
@@ -27,9 +29,14 @@ class DraftRingSpec(SlidingWindowSpec):
     """Rows that a draft writes beyond the last accepted token of a request."""
 
     @property
+    def earlier_rows(self) -> int:
+        """Accepted rows that a draft may see, at the end of the longest context too."""
+        return self.sliding_window - 1 + self.query_rows - 1
+
+    @property
     def ring_blocks(self) -> int:
-        """Blocks of one request: its window before the draft, and the draft."""
-        return cdiv(self.sliding_window - 1 + self.query_rows, self.block_size)
+        """Blocks of one request: the rows before the draft, and the draft."""
+        return cdiv(self.earlier_rows + self.query_rows, self.block_size)
 
     @property
     def ring_rows(self) -> int:

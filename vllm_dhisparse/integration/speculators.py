@@ -49,8 +49,8 @@ class RingSpeculator:
         super().set_attn(model_state, kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         groups = kv_cache_config.kv_cache_groups
         specs = [groups[i].kv_cache_spec for i in self.draft_kv_cache_group_ids]  # type: ignore[attr-defined]
-        self._ring_windows = {
-            place: spec.sliding_window
+        self._ring_rows = {
+            place: spec.earlier_rows
             for place, spec in enumerate(specs)
             if isinstance(spec, DraftRingSpec)
         }
@@ -74,13 +74,13 @@ class RingSpeculator:
     def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:
         """Write the context's rows, in rings only those that a draft can still see."""
         this: Any = self
-        if not dummy_run and self._ring_windows:
+        if not dummy_run and self._ring_rows:
             hidden_age = rows_behind(
                 this.context_positions, self._query_start_loc, self._num_rejected
             )
-            for place, window in self._ring_windows.items():
+            for place, earlier_rows in self._ring_rows.items():
                 slots = this._context_slot_mappings[place, : len(hidden_age)]
-                slots.masked_fill_(hidden_age >= window - 1, PAD_SLOT_ID)
+                slots.masked_fill_(hidden_age >= earlier_rows, PAD_SLOT_ID)
         super()._precompute_context_kv(start, end, dummy_run)  # type: ignore[misc]
 
 
