@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engine import RESIDENT, greedy, prompts, running
+from make_tiny_drafter import TinyDrafter, write
 from server import serving
+from speculation_settings import speculative_config
 
 from .test_serve import completion, decoded
 
@@ -59,6 +61,25 @@ def test_two_tensor_parallel_ranks(tiny_dsa, tmp_path, expected):
     assert written(found) == 2 * WRITTEN_BYTES
     assert pages(found) == HOST_PAGES // 2, "the ranks share the host memory of their engine"
     assert capacity(found) == 300 * 2 * 65536, "of one rank"
+
+
+def test_two_tensor_parallel_ranks_with_a_drafter(tiny_dsa, tmp_path):
+    """Each rank has its heads of the draft KV in rings; both verify the same drafts."""
+    model = tiny_dsa(layers=6, leaders=2, context_gain=2.5)
+    lengths = (40, 300)
+    with running(model, RESIDENT) as llm:
+        tokens = greedy(llm, prompts(*lengths), NEW_TOKENS)
+    drafter = tmp_path / "drafter"
+    write(TinyDrafter(method="dspark", window=40, key_value_heads=2), model, drafter)
+    speculation = json.dumps(speculative_config("dspark", drafter, 4))
+    options = ("--tensor-parallel-size", "2", "--speculative-config", speculation)
+    options += ("--max-num-seqs", "4", "--max-model-len", "1024")
+    with serving(model, tmp_path, *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
+        assert [completion(server, ids) for ids in prompts(*lengths)] == tokens
+        found = server.metrics()
+    drafts = found["vllm:spec_decode_num_draft_tokens_total{}"]
+    assert drafts > found["vllm:spec_decode_num_accepted_tokens_total{}"] > 0
+    assert found["vllm:dhisparse_draft_ring_wraps_total{}"] > 0
 
 
 def test_two_data_parallel_engines(tiny_dsa, tmp_path, expected):
