@@ -237,7 +237,7 @@ def test_draft_pages_with_padding_in_bfloat16(tiny_pair, monkeypatch):
     options = {"speculative_config": config, "max_model_len": 1024, "dtype": "bfloat16"}
     full = speculate(monkeypatch, model, FULL, (20, 300), 12, **options)
     with recorded(monkeypatch) as record, running(model, RING, **options) as llm:
-        (ring,) = scheduler(llm).connector._rings
+        (ring,) = scheduler(llm).connector.scheduler.rings
         spec = ring.kv_cache_spec
         assert spec.page_size_padded == spec.page_size_bytes > spec.real_page_size_bytes
         assert greedy(llm, prompts(20, 300), 12) == full.tokens
