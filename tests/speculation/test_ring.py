@@ -204,15 +204,17 @@ def test_the_end_of_the_longest_context(pair, monkeypatch):
     model, config = pair
     max_model_len = 320
     options = {"speculative_config": config, "max_model_len": max_model_len}
-    for lengths, max_tokens in [((290,), 30), ((318,), 2)]:
-        full, ring = (
-            speculate(monkeypatch, model, settings, lengths, max_tokens, **options)
-            for settings in (FULL, RING)
-        )
-        assert ring.tokens == full.tokens
-        assert len(ring.tokens[0]) == max_tokens
-        assert ring.drafts[0][-1].position == max_model_len - 1
-        assert_same_drafts(ring.drafts, full.drafts)
+    outcomes = []
+    for settings in (FULL, RING):
+        with recorded(monkeypatch) as record, running(model, settings, **options) as llm:
+            for length, max_tokens in [(290, 30), (318, 2)]:
+                tokens = greedy(llm, prompts(length), max_tokens)
+                assert len(tokens[0]) == max_tokens
+                outcomes.append((tokens, record.take()))
+    for (tokens, drafts), (of_ring, ring_drafts) in zip(outcomes[:2], outcomes[2:], strict=True):
+        assert of_ring == tokens
+        assert ring_drafts[0][-1].position == max_model_len - 1
+        assert_same_drafts(ring_drafts, drafts)
 
 
 def test_a_drafter_of_windowed_and_full_layers(tiny_pair, monkeypatch):
