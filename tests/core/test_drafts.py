@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dhisparse.core.drafts import FetchPrice, draft_limit
+from vllm_dhisparse.core.drafts import FetchEstimate, FetchPrice, draft_limit
 
 blocks = st.integers(0, 300)
 
@@ -53,3 +53,34 @@ def test_a_price_out_of_range_is_refused(wrong):
     right = {"missed_rows": 1, "bytes_per_row": 1, "link_bytes_per_ms": 1, "acceptance": 0.5}
     with pytest.raises(ValueError, match=next(iter(wrong))):
         FetchPrice(**{**right, **wrong})
+
+
+def steps_of_a_price(missed_rows, acceptance, num_steps=400):
+    """What steps of 10 requests with 4 drafts each bring when a draft costs what it should."""
+    estimate = FetchEstimate()
+    accepted = round(40 * acceptance)
+    fetched = missed_rows * (10 + accepted + 0.55 * (40 - accepted))
+    for _ in range(num_steps):
+        estimate.observe(10, 40, accepted, round(fetched))
+    return estimate
+
+
+@pytest.mark.parametrize("acceptance", [0, 0.25, 1])
+def test_an_estimate_finds_the_price_behind_its_steps(acceptance):
+    price = steps_of_a_price(100, acceptance).price(1000, 50_000)
+    assert price.missed_rows == pytest.approx(100)
+    assert price.acceptance == pytest.approx(acceptance)
+
+
+def test_an_estimate_follows_the_load_within_some_hundred_steps():
+    estimate = steps_of_a_price(100, 0.5)
+    for _ in range(200):
+        estimate.observe(10, 40, 20, 0)
+    assert estimate.price(1000, 50_000).missed_rows < 2
+
+
+def test_nothing_is_known_before_drafts_were_verified():
+    estimate = FetchEstimate()
+    assert estimate.price(1000, 50_000) is None
+    estimate.observe(3, 0, 0, 50)
+    assert estimate.price(1000, 50_000) is None

@@ -13,20 +13,22 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
 from vllm_dhisparse.integration.v2_runner import complete_sampler
 
-VOCABULARY, DRAFTS, REQUESTS = 4, 2, 2500
-SURE = 1e-4
+VOCABULARY, DRAFTS, REQUESTS = 4, 2, 400  # of which the interpreter does 20 a second
+TEMPERATURE = 0.8
+TEMPERATURES = torch.full((REQUESTS,), TEMPERATURE)
+SEEDS = torch.arange(REQUESTS, dtype=torch.int64) * 7919 + 11
+UNLIKELY = 1e-4
 """Chance that a right sampler fails a comparison; seeds are fixed, so it does so ever or never."""
 
 
-def logits_by_prefix(generator, length, support=VOCABULARY, follows_prefix=True):
+def logits_by_prefix(generator, length, support=VOCABULARY):
     """Random logits [VOCABULARY ** length, VOCABULARY]; -inf outside of a random support."""
-    rows = VOCABULARY**length
-    found = torch.randn(rows if follows_prefix else 1, VOCABULARY, generator=generator)
+    found = torch.randn(VOCABULARY**length, VOCABULARY, generator=generator)
     outside = torch.rand(found.shape, generator=generator).argsort(dim=1) >= support
-    return found.masked_fill(outside, -torch.inf).expand(rows, -1)
+    return found.masked_fill(outside, -torch.inf)
 
 
-def draw(proposal, temperature, seeds):
+def draw(proposal):
     """Drafts [REQUESTS, DRAFTS] and the logits they came from, as speculators keep them."""
     index = torch.arange(REQUESTS)
     kept = torch.full((REQUESTS, DRAFTS, VOCABULARY), -torch.inf)
@@ -36,8 +38,8 @@ def draw(proposal, temperature, seeds):
         drafts[:, place] = gumbel_sample(
             proposal[place][prefix].contiguous(),
             index,
-            temperature,
-            seeds,
+            TEMPERATURES,
+            SEEDS,
             torch.full((REQUESTS,), 100 + place),
             apply_temperature=True,
             is_drafting=True,
@@ -48,14 +50,14 @@ def draw(proposal, temperature, seeds):
     return drafts, kept
 
 
-def verify(target, drafts, kept, temperature, seeds):
+def verify(target, drafts, kept):
     """Emitted tokens [REQUESTS, DRAFTS + 1] and how many of each row count."""
     rows = DRAFTS + 1
     prefix = torch.zeros(REQUESTS, dtype=torch.int64)
     logits = torch.empty(REQUESTS, rows, VOCABULARY)
     for place in range(rows):
         # The sampler gets logits with all sampling parameters applied.
-        logits[:, place] = target[place][prefix] / temperature[:, None]
+        logits[:, place] = target[place][prefix] / TEMPERATURE
         if place < DRAFTS:
             prefix = prefix * VOCABULARY + drafts[:, place]
     checked = torch.cat([torch.zeros(REQUESTS, 1, dtype=torch.int64), drafts], dim=1)
@@ -68,8 +70,8 @@ def verify(target, drafts, kept, temperature, seeds):
         torch.arange(REQUESTS),
         torch.arange(REQUESTS).repeat_interleave(rows),
         torch.arange(rows, dtype=torch.int32).repeat(REQUESTS),
-        temperature,
-        seeds,
+        TEMPERATURES,
+        SEEDS,
         DRAFTS,
     )
 
@@ -85,7 +87,7 @@ def surprise(tokens, probabilities):
     return 0.5 * math.erfc(score / math.sqrt(2))
 
 
-def least_chance(target, sampled, number, temperature):
+def least_chance(target, sampled, number):
     """The least chance over places, each prefix with enough samples apart."""
     chances = []
     prefix = torch.zeros(REQUESTS, dtype=torch.int64)
@@ -93,7 +95,7 @@ def least_chance(target, sampled, number, temperature):
         emitted = number > place
         for tokens_before in prefix[emitted].unique():
             some = sampled[emitted & (prefix == tokens_before), place]
-            right = (target[place][tokens_before] / temperature).softmax(0)
+            right = (target[place][tokens_before] / TEMPERATURE).softmax(0)
             if len(some) * right.min() >= 5:
                 chances.append(surprise(some, right))
         prefix = prefix * VOCABULARY + sampled[:, place].clamp(min=0)
@@ -101,27 +103,32 @@ def least_chance(target, sampled, number, temperature):
     return min(chances)
 
 
-PROPOSALS = {
-    "dflash": {"follows_prefix": False},  # places are independent
-    "dflash2": {"support": 2},  # walks over the best candidates only
-    "dspark": {},  # a Markov head follows the drawn prefix
-}
-
-
-@pytest.mark.parametrize("kind", PROPOSALS)
-def test_emitted_tokens_follow_the_target(kind):
-    complete_sampler()
+def drawn(**proposal_kind):
+    """Target, drafts, and the logits that they were drawn from."""
     generator = torch.Generator().manual_seed(3)
     target = [logits_by_prefix(generator, place) for place in range(DRAFTS + 1)]
-    proposal = [logits_by_prefix(generator, place, **PROPOSALS[kind]) for place in range(DRAFTS)]
-    temperature = torch.full((REQUESTS,), 0.8)
-    seeds = torch.arange(REQUESTS, dtype=torch.int64) * 7919 + 11
-    drafts, kept = draw(proposal, temperature, seeds)
-    sampled, number = verify(target, drafts, kept, temperature, seeds)
-    accepted = number.long() - 1
-    assert 0 < accepted.double().mean() < DRAFTS
-    assert least_chance(target, sampled, number, 0.8) > SURE
+    proposal = [logits_by_prefix(generator, place, **proposal_kind) for place in range(DRAFTS)]
+    return target, *draw(proposal)
 
-    # The comparison notices drafts that come from another distribution than the one kept.
-    sampled, number = verify(target, drafts, kept.flip(2), temperature, seeds)
-    assert least_chance(target, sampled, number, 0.8) < SURE
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param({"support": 2}, id="dflash2"),  # walks over the best candidates only
+        pytest.param({}, id="dspark"),  # a Markov head follows the drawn prefix
+    ],
+)
+def test_emitted_tokens_follow_the_target(kind):
+    complete_sampler()
+    target, drafts, kept = drawn(**kind)
+    sampled, number = verify(target, drafts, kept)
+    accepted = number.double() - 1
+    assert 0 < accepted.mean() < DRAFTS
+    assert least_chance(target, sampled, number) > UNLIKELY
+
+
+def test_the_comparison_notices_drafts_of_another_distribution_than_the_one_kept():
+    complete_sampler()
+    target, drafts, kept = drawn()
+    sampled, number = verify(target, drafts, kept.flip(2))
+    assert least_chance(target, sampled, number) < UNLIKELY

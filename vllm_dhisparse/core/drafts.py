@@ -10,6 +10,8 @@ REJECTED_ROWS_SHARE = 0.55
 """Rows that the query of a rejected draft fetches, as a share of what an accepted one does.
 Measured on recorded selections of a small language model with 3 to 7 wrong drafts in a step
 and up to 8k rows on the device, where it lies between .44 and .74."""
+_STEP_WEIGHT = 0.98
+"""What a step counts beside the one after it: about the last 50 make an estimate."""
 
 
 def draft_limit(
@@ -75,10 +77,49 @@ class FetchPrice:
         return share * self.missed_rows * self.bytes_per_row / self.link_bytes_per_ms
 
 
-def with_fetch_time(verify_ms: NDArray[np.float64], price: FetchPrice) -> NDArray[np.float64]:
-    """Return the cost table of adaptive verification with expected fetch time in it.
+class FetchEstimate:
+    """What the queries of verification fetch, by the steps so far; older ones count less."""
 
-    Nothing calls this in serving yet: adaptive verification runs on CUDA graphs only.
+    def __init__(self) -> None:
+        self._requests = self._drafts = self._accepted = self._fetched_rows = 0.0
+
+    def observe(self, requests: int, drafts: int, accepted: int, fetched_rows: int) -> None:
+        """Add a step.
+
+        Args:
+            requests: that verified drafts.
+            drafts: verified, of all requests.
+            accepted: of them.
+            fetched_rows: of one index group.
+
+        """
+        self._requests = _STEP_WEIGHT * self._requests + requests
+        self._drafts = _STEP_WEIGHT * self._drafts + drafts
+        self._accepted = _STEP_WEIGHT * self._accepted + accepted
+        self._fetched_rows = _STEP_WEIGHT * self._fetched_rows + fetched_rows
+
+    def price(self, bytes_per_row: int, link_bytes_per_ms: float) -> FetchPrice | None:
+        """Return the price of a draft, None before a step verified any.
+
+        A request's own token fetches what it would without drafts, an accepted draft the same,
+        a rejected one `REJECTED_ROWS_SHARE` of it; their sum is what was fetched.
+        """
+        if not self._drafts:
+            return None
+        acceptance = min(self._accepted / self._drafts, 1.0)
+        share = acceptance + REJECTED_ROWS_SHARE * (1 - acceptance)
+        return FetchPrice(
+            missed_rows=self._fetched_rows / (self._requests + self._drafts * share),
+            bytes_per_row=bytes_per_row,
+            link_bytes_per_ms=link_bytes_per_ms,
+            acceptance=acceptance,
+        )
+
+
+def with_fetch_time(
+    verify_ms: NDArray[np.float64], fetch_ms_per_draft: float
+) -> NDArray[np.float64]:
+    """Return the cost table of adaptive verification with expected fetch time in it.
 
     vLLM profiles the target once at start, on rows that are all resident, and then verifies
     the number of drafts with the most expected tokens per time. Its table has steps, since
@@ -86,9 +127,9 @@ def with_fetch_time(verify_ms: NDArray[np.float64], price: FetchPrice) -> NDArra
 
     Args:
         verify_ms: [tokens + 1] float64, milliseconds of a step by its tokens.
-        price: of a draft. Every token of a step is priced as one, since the table does not
-            tell them apart; for the other tokens this adds the same at every number of
-            drafts.
+        fetch_ms_per_draft: see `FetchPrice`. Every token of a step is priced as a draft, since
+            the table does not tell them apart; for the other tokens this adds the same at
+            every number of drafts.
 
     """
-    return verify_ms + np.arange(len(verify_ms)) * price.ms_per_draft
+    return verify_ms + np.arange(len(verify_ms)) * fetch_ms_per_draft

@@ -104,6 +104,12 @@ def geometry(vllm_config: "VllmConfig") -> Geometry:
     )
 
 
+def verifies_adaptively(vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM chooses in each step how many drafts it verifies."""
+    speculation = vllm_config.speculative_config
+    return speculation is not None and bool(speculation.enable_adaptive_verification)
+
+
 def _drafter_row_bytes(vllm_config: "VllmConfig") -> int | None:
     """Return the bytes of a token's key and value in one draft layer, None without a drafter."""
     speculation = vllm_config.speculative_config

@@ -12,7 +12,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.backend_registration import is_dhisparse
-from vllm_dhisparse.integration.v2_runner import choose_runner, forget_runner
+from vllm_dhisparse.integration.v2_runner import choose_runner, forget_runner, is_armed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,6 +28,10 @@ _StockPlatform: Any = resolve_obj_by_qualname(
 
 class DHiSparseCpuPlatform(_StockPlatform):
     """vLLM's CPU platform, which lets DHISPARSE serve sparse MLA layers."""
+
+    # Where Triton is there, torch's own compiler asks it for a code generator of this machine,
+    # which an interpreter has not.
+    simple_compile_backend = "eager" if is_armed() else _StockPlatform.simple_compile_backend
 
     @classmethod
     def get_attn_backend_cls(

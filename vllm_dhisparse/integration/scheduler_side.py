@@ -8,8 +8,9 @@ from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.core.working_set import working_set_rows
 from vllm_dhisparse.integration.adaptation import adaptation_stats, controller_for
+from vllm_dhisparse.integration.draft_price import DraftPrice
 from vllm_dhisparse.integration.draft_ring import draft_rings
-from vllm_dhisparse.integration.geometry import geometry
+from vllm_dhisparse.integration.geometry import geometry, verifies_adaptively
 from vllm_dhisparse.integration.host_budget import refuse_small_pool, usable_pages
 from vllm_dhisparse.integration.messages import StepMetadata, WorkerReport
 from vllm_dhisparse.integration.residency import residency_bytes
@@ -63,6 +64,7 @@ class SchedulerSide:
         self.rings = draft_rings(manager)
         self.state: SchedulerState | None = None
         self._controller: ResidencyController | None = None
+        self._draft_price: DraftPrice | None = None
         self._fetched_rows = 0
         self._working_set_rows = 0
         self._adaptations = DHiSparseStats()
@@ -84,6 +86,8 @@ class SchedulerSide:
             vllm_config.num_lookahead_tokens,
             vllm_config.num_speculative_tokens,
         )
+        if verifies_adaptively(vllm_config):
+            self._draft_price = DraftPrice(sizes.row_bytes * sizes.num_layers)
         if sizes.config.residency == "adaptive":
             self._controller = controller_for(sizes.config, vllm_config, self.state)
 
@@ -92,6 +96,8 @@ class SchedulerSide:
         self._fetched_rows = report.fetched_rows
         if report.usage is not None:
             self._working_set_rows = working_set_rows(report.usage)
+        if self._draft_price is not None:
+            self._draft_price.note_report(report)
 
     def step_metadata(self, scheduler_output: "SchedulerOutput") -> StepMetadata:
         """Return the step's message to the workers; once a step, also for empty ones."""
@@ -109,7 +115,9 @@ class SchedulerSide:
             )
             unit_bytes = self._block_bytes * self.state.ledger.num_groups
             self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
-        return StepMetadata(ring_blocks, self.state.take_commands(), recorded)
+        price = self._draft_price
+        fetch_ms = 0.0 if price is None else price.next_ms(scheduler_output)
+        return StepMetadata(ring_blocks, self.state.take_commands(), recorded, fetch_ms)
 
     def take_stats(self) -> DHiSparseStats:
         """Return what happened since the last call, and the levels of now."""

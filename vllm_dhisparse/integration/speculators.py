@@ -20,6 +20,7 @@ from vllm_dhisparse.integration.draft_window import impose_window
 from vllm_dhisparse.integration.geometry import Geometry, geometry
 from vllm_dhisparse.integration.names import DRAFTS_WITH_CACHE
 from vllm_dhisparse.integration.v2_runner import complete_sampler
+from vllm_dhisparse.integration.verification import choose_verification
 
 logger = init_logger("vllm.dhisparse")
 
@@ -130,6 +131,7 @@ def register_speculators() -> None:
         """Build the speculator of an engine."""
         speculation = vllm_config.speculative_config
         ours = names_our_connector(vllm_config.kv_transfer_config)
+        choose_verification(is_priced=ours)
         if not ours or speculation.method not in DRAFTS_WITH_CACHE:
             return stock(vllm_config, device, req_states)
         complete_sampler()

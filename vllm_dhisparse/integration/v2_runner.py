@@ -34,13 +34,18 @@ class _InterpreterDriver:
         return True
 
 
+def is_armed() -> bool:
+    """Whether the environment asks for the interpreter."""
+    return os.environ.get(ARMED) == "1" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def prepare_process() -> None:
     """Make Triton's interpreter pass for a CPU backend, where the environment asks for it.
 
     To be called before vLLM looks for Triton. torch may have imported Triton already, which
     chooses between interpreter and compiler when it is imported.
     """
-    if os.environ.get(ARMED) != "1" or os.environ.get("TRITON_INTERPRET") != "1":
+    if not is_armed():
         return
     from triton.backends import backends
 
@@ -73,7 +78,7 @@ def _accept_any_mask() -> None:
 
 def complete_sampler() -> None:
     """Give the rejection sampler what the interpreter lacks: CUDA's ``log1p``."""
-    if os.environ.get(ARMED) != "1":
+    if not is_armed():
         return
     from vllm.triton_utils import tl
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils

@@ -9,10 +9,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dhisparse.integration.attention import DHiSparseImpl
+from vllm_dhisparse.integration.draft_price import Verified
 from vllm_dhisparse.integration.draft_ring import DraftRingSpec
-from vllm_dhisparse.integration.geometry import geometry
+from vllm_dhisparse.integration.geometry import geometry, verifies_adaptively
 from vllm_dhisparse.integration.host_budget import usable_pages
 from vllm_dhisparse.integration.layers import HierarchyLayer, ResidentLayer
+from vllm_dhisparse.integration.link_speed import link_bytes_per_ms
 from vllm_dhisparse.integration.messages import StepMetadata, WorkerReport
 from vllm_dhisparse.integration.trace_recorder import TraceRecorder, record_leaders
 from vllm_dhisparse.integration.worker_state import WorkerState, index_groups_of
@@ -34,6 +36,8 @@ class WorkerSide:
     Attributes:
         state: None under residency ``resident``.
         counters: of rows and bytes.
+        fetch_ms_per_draft: that the scheduler last sent, for adaptive verification.
+        verified: of this step, set by adaptive verification.
 
     """
 
@@ -61,6 +65,9 @@ class WorkerSide:
         ]
         self.counters = first.impl.row_counters(rank == 0, layer_bytes, device.device)
         self.state: WorkerState | None = None
+        self.fetch_ms_per_draft = 0.0
+        self.verified: Verified | None = None
+        self._link_bytes_per_ms = 0.0
         self._recorder: TraceRecorder | None = None
         if sizes.config.record_traces is not None and rank == 0:
             self._recorder = TraceRecorder(
@@ -84,6 +91,8 @@ class WorkerSide:
         except BaseException:
             self.close()
             raise
+        if verifies_adaptively(vllm_config):
+            self._link_bytes_per_ms = link_bytes_per_ms(state)
         for layer, place in zip(layers.values(), state.places, strict=True):
             layer.impl.path = HierarchyLayer(state, place, layer.impl.is_leader)
         if self._recorder is not None:
@@ -92,6 +101,7 @@ class WorkerSide:
     def begin_step(self, step: StepMetadata) -> None:
         """Apply what the scheduler says, in stream order before the forward pass."""
         self.counters.begin_step()
+        self.fetch_ms_per_draft = step.fetch_ms_per_draft
         if self._recorder is not None and step.recorded is not None:
             self._recorder.begin_step(step.recorded)
         for cache in self._ring_caches:
@@ -102,7 +112,13 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport:
         """Return what the scheduler's controller needs to know of this step."""
-        return WorkerReport(self.counters.take_fetched(), self.counters.take_usage())
+        verified, self.verified = self.verified, None
+        return WorkerReport(
+            self.counters.take_fetched(),
+            self.counters.take_usage(),
+            self._link_bytes_per_ms,
+            verified,
+        )
 
     def close(self) -> None:
         """Let go of host memory, and write what was recorded of requests that still run."""

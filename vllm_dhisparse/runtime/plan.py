@@ -61,6 +61,25 @@ class Plan(NamedTuple):
     remap: torch.Tensor
 
 
+def fetch_plan(host_rows: torch.Tensor, device: torch.device) -> Plan:
+    """Return a plan of one query that fetches these rows into staging only.
+
+    Args:
+        host_rows: [n] int - distinct, ascending.
+        device: of the plan.
+
+    """
+    count = len(host_rows)
+    return Plan(
+        0,
+        1,
+        host_rows.to(torch.int32).to(device),
+        torch.full((count,), -1, dtype=torch.int32, device=device),
+        torch.ones(count, dtype=torch.bool, device=device),
+        torch.arange(count, dtype=torch.int32, device=device)[None],
+    )
+
+
 class Resolution(NamedTuple):
     """Plans of a step, which cover its queries in order, and its row counters.
 

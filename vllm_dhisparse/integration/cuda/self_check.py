@@ -8,7 +8,7 @@ from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.layers import RowAttention
 from vllm_dhisparse.integration.worker_state import WorkerState
-from vllm_dhisparse.runtime.plan import Plan
+from vllm_dhisparse.runtime.plan import fetch_plan
 from vllm_dhisparse.runtime.row_format import decode
 
 _PROBE_ROWS = 256
@@ -128,7 +128,7 @@ def check_host_pool(worker: WorkerState) -> None:
         ends = torch.tensor([0, len(rows) - 1])
         rows[ends] = _pattern(rows[ends], chunk.layer)
         place = place_of[chunk.layer]
-        plan = _plan(ends + chunk.first_page * page_rows, worker.staging.device)
+        plan = fetch_plan(ends + chunk.first_page * page_rows, worker.staging.device)
         unit_blocks = worker.tables.unit_blocks[:, place.latent_group]
         found = worker.ops.retrieve(plan, place.kv_cache, unit_blocks, place.host, worker.staging)
         expected = rows[ends]
@@ -143,19 +143,6 @@ def check_host_pool(worker: WorkerState) -> None:
                 f"{chunk.layer}, pages from {chunk.first_page} on); check the driver, and "
                 "containers or virtual machines that remap memory"
             )
-
-
-def _plan(rows: torch.Tensor, device: torch.device) -> Plan:
-    """Plan to fetch rows into staging only."""
-    count = len(rows)
-    return Plan(
-        0,
-        1,
-        rows.to(torch.int32).to(device),
-        torch.full((count,), -1, dtype=torch.int32, device=device),
-        torch.ones(count, dtype=torch.bool, device=device),
-        torch.arange(count, dtype=torch.int32, device=device)[None],
-    )
 
 
 def _pattern(rows: torch.Tensor, layer: int) -> torch.Tensor:
