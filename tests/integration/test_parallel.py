@@ -77,8 +77,7 @@ def test_two_tensor_parallel_ranks_with_a_drafter(tiny_dsa, tmp_path):
     with serving(model, tmp_path, *options, VLLM_CPU_OMP_THREADS_BIND="0|1") as server:
         assert [completion(server, ids) for ids in prompts(*lengths)] == tokens
         found = server.metrics()
-    drafts = found["vllm:spec_decode_num_draft_tokens_total{}"]
-    assert drafts > found["vllm:spec_decode_num_accepted_tokens_total{}"] > 0
+    assert found["vllm:spec_decode_num_accepted_tokens_total{}"] > 0
     assert found["vllm:dhisparse_draft_ring_wraps_total{}"] > 0
 
 

@@ -16,9 +16,10 @@ from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_dhisparse.integration.own_blocks import OwnBlocksManager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class DraftRingSpec(SlidingWindowSpec):
         return all(spec == self for spec in kv_cache_specs.values())
 
 
-class DraftRingManager(SingleTypeKVCacheManager):
+class DraftRingManager(OwnBlocksManager):
     """Block tables of one ring group.
 
     After a prefix hit the drafter's rows of the hit do not exist. The table then starts with
@@ -71,12 +72,9 @@ class DraftRingManager(SingleTypeKVCacheManager):
     """
 
     def __init__(self, kv_cache_spec: DraftRingSpec, **kwargs: Any) -> None:
-        # The coordinator skips managers without caching each time it hashes blocks.
-        super().__init__(kv_cache_spec, **{**kwargs, "enable_caching": False})
+        super().__init__(kv_cache_spec, **kwargs)
         self.ring_blocks = kv_cache_spec.ring_blocks
         self._rings: dict[str, list[KVCacheBlock]] = {}
-        # leading null blocks by request; without an entry there are none
-        self._num_null: dict[str, int] = {}
         self._claimed: list[int] = []
         self._num_wraps = 0
 
@@ -107,10 +105,6 @@ class DraftRingManager(SingleTypeKVCacheManager):
         claimed, self._claimed = self._claimed, []
         return claimed
 
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """All computed tokens: a prefix hit puts null blocks into the table."""
-        return num_computed_tokens
-
     def get_num_blocks_to_allocate(
         self,
         request_id: str,
@@ -124,20 +118,6 @@ class DraftRingManager(SingleTypeKVCacheManager):
     ) -> int:
         """Return the ring of a request that has none, else nothing."""
         return 0 if request_id in self._rings else self.ring_blocks
-
-    def add_local_computed_blocks(
-        self,
-        request_id: str,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        num_local_computed_tokens: int,
-        num_external_computed_tokens: int,
-    ) -> None:
-        """Start the table with one null block for each block of the prefix hit."""
-        assert not new_computed_blocks
-        assert not num_external_computed_tokens
-        assert num_local_computed_tokens % self.block_size == 0, "a hit ends inside a draft block"
-        super().add_local_computed_blocks(request_id, (), num_local_computed_tokens, 0)
-        self._num_null[request_id] = len(self.req_to_blocks[request_id])
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -168,13 +148,7 @@ class DraftRingManager(SingleTypeKVCacheManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """End the request, however it ends, and return its ring, each block once."""
         super().pop_blocks_for_free(request_id)
-        self._num_null.pop(request_id, None)
         return self._rings.pop(request_id, [])
-
-    @classmethod
-    def find_longest_cache_hit(cls, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Never called: the spec is not prefix-cacheable, so the coordinator skips the group."""
-        raise NotImplementedError("a ring knows no prefixes")
 
 
 def draft_rings(kv_cache_manager: KVCacheManager) -> list[DraftRingManager]:

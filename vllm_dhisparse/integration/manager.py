@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_dhisparse.core.spans import Span
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
+from vllm_dhisparse.integration.own_blocks import OwnBlocksManager
 
 if TYPE_CHECKING:
     from vllm_dhisparse.integration.scheduler_state import SchedulerState
 
 
-class DHiSparseManager(SingleTypeKVCacheManager):
+class DHiSparseManager(OwnBlocksManager):
     """Block tables of one latent group: full length, null at the head, real at the tail.
 
     vLLM calls the managers of all groups in order with the same arguments. The first
@@ -23,12 +23,9 @@ class DHiSparseManager(SingleTypeKVCacheManager):
     """
 
     def __init__(self, kv_cache_spec: DHiSparseLatentSpec, **kwargs: Any) -> None:
-        # The coordinator skips managers without caching each time it hashes blocks.
-        super().__init__(kv_cache_spec, **{**kwargs, "enable_caching": False})
+        super().__init__(kv_cache_spec, **kwargs)
         self._state: SchedulerState | None = None
         self._group = 0
-        # leading null blocks by request; without an entry there are none
-        self._num_null: dict[str, int] = {}
         # blocks of a prefix hit by request, until their rows are known to be written
         self._hit_blocks: dict[str, int] = {}
 
@@ -41,10 +38,6 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         """Begin the step; the lead does it for all."""
         if not self._group:
             self._bound_state().begin_step()
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """All computed tokens: a prefix hit puts null blocks into the table."""
-        return num_computed_tokens
 
     def get_num_blocks_to_allocate(
         self,
@@ -94,10 +87,12 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         num_external_computed_tokens: int,
     ) -> None:
         """Start the table with one null block for each block of the prefix hit."""
-        assert not new_computed_blocks
-        assert not num_external_computed_tokens
-        super().add_local_computed_blocks(request_id, (), num_local_computed_tokens, 0)
-        self._num_null[request_id] = len(self.req_to_blocks[request_id])
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
         if not self._group:
             self._hit_blocks[request_id] = len(self.req_to_blocks[request_id])
 
@@ -161,16 +156,8 @@ class DHiSparseManager(SingleTypeKVCacheManager):
         if not self._group:
             state = self._bound_state()
             state.end_request(request_id)
-        first = self._num_null.pop(request_id, 0)
         self._hit_blocks.pop(request_id, None)
-        blocks = super().pop_blocks_for_free(request_id)
-        # vLLM 0.33 leaves the leading null blocks out itself.
-        return blocks[first:] if blocks and blocks[0].is_null else blocks
-
-    @classmethod
-    def find_longest_cache_hit(cls, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Never called: the spec is not prefix-cacheable, so the coordinator skips the group."""
-        raise NotImplementedError("indexer groups alone decide prefix hits")
+        return super().pop_blocks_for_free(request_id)
 
     def _bound_state(self) -> "SchedulerState":
         if self._state is None:

@@ -36,7 +36,8 @@ class RingSpeculator:
     ) -> torch.nn.Module:
         """Load the drafter and give its attention layers their KV specs."""
         this: Any = self
-        model = super().load_draft_model(target_model, target_attn_layer_names)  # type: ignore[misc]
+        stock: Any = super()
+        model: torch.nn.Module = stock.load_draft_model(target_model, target_attn_layer_names)
         config = self.sizes.config
         rows = this.num_query_per_req if config.draft_kv == "ring" else None
         layers = this.vllm_config.compilation_config.static_forward_context
@@ -47,9 +48,11 @@ class RingSpeculator:
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Note which of the drafter's KV groups are rings."""
-        super().set_attn(model_state, kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        this: Any = self
+        stock: Any = super()
+        stock.set_attn(model_state, kv_cache_config, *args, **kwargs)
         groups = kv_cache_config.kv_cache_groups
-        specs = [groups[i].kv_cache_spec for i in self.draft_kv_cache_group_ids]  # type: ignore[attr-defined]
+        specs = [groups[i].kv_cache_spec for i in this.draft_kv_cache_group_ids]
         self._ring_rows = {
             place: spec.earlier_rows
             for place, spec in enumerate(specs)
@@ -68,13 +71,15 @@ class RingSpeculator:
 
     def prepare_context_anchor(self, input_batch: Any, num_rejected: torch.Tensor) -> None:
         """Note the batch whose context is about to be written."""
-        super().prepare_context_anchor(input_batch, num_rejected)  # type: ignore[misc]
+        stock: Any = super()
+        stock.prepare_context_anchor(input_batch, num_rejected)
         self._query_start_loc = input_batch.query_start_loc[: input_batch.num_reqs + 1]
         self._num_rejected = num_rejected[: input_batch.num_reqs]
 
     def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:
         """Write the context's rows, in rings only those that a draft can still see."""
         this: Any = self
+        stock: Any = super()
         if not dummy_run and self._ring_rows:
             hidden_age = rows_behind(
                 this.context_positions, self._query_start_loc, self._num_rejected
@@ -82,7 +87,7 @@ class RingSpeculator:
             for place, earlier_rows in self._ring_rows.items():
                 slots = this._context_slot_mappings[place, : len(hidden_age)]
                 slots.masked_fill_(hidden_age >= earlier_rows, PAD_SLOT_ID)
-        super()._precompute_context_kv(start, end, dummy_run)  # type: ignore[misc]
+        stock._precompute_context_kv(start, end, dummy_run)
 
 
 def rows_behind(
@@ -145,8 +150,9 @@ def register_speculators() -> None:
             impose_window(speculation.draft_model_config.hf_config, window)
         return ring_speculator(stock(vllm_config, device, req_states), sizes)
 
-    init_speculator.for_dhisparse = True  # type: ignore[attr-defined]
+    ours: Any = init_speculator
+    ours.for_dhisparse = True
     spec_decode.init_speculator = init_speculator
-    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:
-        runner.init_speculator = init_speculator  # type: ignore[attr-defined]
+        runner.init_speculator = init_speculator
