@@ -23,6 +23,7 @@ from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.manager import DHiSparseManager
 from vllm_dhisparse.integration.messages import WorkerReport
 from vllm_dhisparse.integration.metadata import DHiSparseMetadataBuilder
+from vllm_dhisparse.integration.verification import PricedVerification
 
 RECORD = json.loads(seams.RECORD.read_text())
 CPU, CUDA = "0.32.0", "0.33.0"
@@ -43,6 +44,7 @@ OVERRIDES = [
     (DHiSparseConnector, HMA, (CPU, CUDA)),
     (WorkerReport, REPORT, (CPU, CUDA)),
     (DHiSparseManager, seams.MANAGER, (CPU, CUDA)),
+    (PricedVerification, seams.VERIFICATION, (CPU, CUDA)),
     (DHiSparseLatentSpec, SPEC, (CPU, CUDA)),
     (DHiSparseBackend, seams.BACKEND, (CPU, CUDA)),
     (DHiSparseMetadataBuilder, seams.BUILDER, (CPU,)),

@@ -22,6 +22,7 @@ BUILDER = "v1/attention/backend.py:AttentionMetadataBuilder"
 IMPL = "v1/attention/backend.py:MLAAttentionImpl"
 PLATFORM = "platforms/interface.py:Platform"
 CUDA_PLATFORM = "platforms/cuda.py:CudaPlatformBase"
+VERIFICATION = "v1/worker/gpu/spec_decode/adaptive_verification.py:AdaptiveVerificationManager"
 POOL = "v1/core/block_pool.py:BlockPool"
 SEAMS = {
     CONNECTOR: (
@@ -35,7 +36,8 @@ SEAMS = {
     "distributed/kv_transfer/kv_connector/v1/base.py:KVConnectorWorkerMetadata": "aggregate",
     MANAGER: (
         "__init__ get_num_skipped_tokens get_num_blocks_to_allocate add_local_computed_blocks "
-        "allocate_new_blocks remove_skipped_blocks pop_blocks_for_free find_longest_cache_hit"
+        "allocate_new_blocks remove_skipped_blocks pop_blocks_for_free find_longest_cache_hit "
+        "new_step_starts"
     ),
     "v1/kv_cache_interface.py:KVCacheSpec": "prefix_cacheable max_memory_usage_bytes",
     BACKEND: (
@@ -61,6 +63,7 @@ SEAMS = {
     "distributed/kv_transfer/kv_connector/factory.py:KVConnectorFactory": "register_connector",
     "v1/attention/backends/registry.py:AttentionBackendEnum": "register get_path get_class",
     "forward_context.py:": "get_forward_context",
+    VERIFICATION: "get_num_tokens",
 }
 FIELDS = {
     "v1/attention/backend.py:CommonAttentionMetadata": (
@@ -72,6 +75,10 @@ FIELDS = {
         "head_size_v"
     ),
     "forward_context.py:ForwardContext": "attn_metadata",
+    "v1/core/sched/output.py:CachedRequestData": "req_ids num_output_tokens",
+    "v1/core/sched/output.py:SchedulerOutput": (
+        "scheduled_cached_reqs scheduled_spec_decode_tokens num_scheduled_tokens"
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """How long drafts may be, and what their verification costs, when history is not all resident."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,9 +36,10 @@ def draft_limit(
 
     """
     for wanted_blocks in (waiting_blocks, 0):
-        for drafts in range(num_drafts, -1, -1):
-            if growth_blocks(drafts) + wanted_blocks <= free_blocks:
-                return drafts
+        room = free_blocks - wanted_blocks
+        num_fitting = bisect_right(range(num_drafts + 1), room, key=growth_blocks)
+        if num_fitting:
+            return num_fitting - 1
     return 0
 
 

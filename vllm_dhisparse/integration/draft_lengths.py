@@ -69,7 +69,7 @@ class DraftLengths:
 
         """
         self.limit = self._num_drafts
-        if self._most_blocks() + waiting_blocks <= free_blocks:
+        if not self._num_drafts or self._most_blocks() + waiting_blocks <= free_blocks:
             return
         self.limit = draft_limit(self._num_drafts, free_blocks, waiting_blocks, self.growth_blocks)
         for request in self._running.values():
