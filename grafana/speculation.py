@@ -75,7 +75,7 @@ LOAD = Row(
             "Draft limit",
             (Target(level(DRAFT_LIMIT, "engine"), "engine {{engine}}"),),
             "short",
-            "Draft tokens per request in the next step; lower where memory is too short for more.",
+            "Draft tokens that a request may have in a step; fewer where memory is short.",
         ),
         Panel(
             "Staging by phase",
