@@ -20,7 +20,7 @@ from functools import partial
 import pytest
 
 from vllm_dhisparse.core.controller import ResidencyController
-from vllm_dhisparse.core.ledger import Ledger
+from vllm_dhisparse.core.optional_units import OptionalUnits
 from vllm_dhisparse.runtime import reference
 
 from .core import test_residency as residency
@@ -37,23 +37,18 @@ def without_dwell(monkeypatch):
 
 
 def without_head_reserve(monkeypatch):
-    adopt, adoptable = Ledger.adopt, ResidencyController.adoptable_blocks
-    monkeypatch.setattr(Ledger, "refill_reserve", lambda self, head_reserve_blocks: 0)
-    monkeypatch.setattr(Ledger, "adopt", lambda self, num_units, reserve: adopt(self, num_units, 0))
+    adopt, spare = OptionalUnits.adopt, ResidencyController._spare_blocks
+    monkeypatch.setattr(OptionalUnits, "refill_reserve", lambda self, head_reserve_blocks: 0)
+    monkeypatch.setattr(OptionalUnits, "adopt", lambda self, units, reserve: adopt(self, units, 0))
     monkeypatch.setattr(
         ResidencyController,
-        "adoptable_blocks",
-        lambda self, seen: adoptable(self, seen) + self.head_reserve_blocks,
+        "_spare_blocks",
+        lambda self, seen: spare(self, seen) + self.head_reserve_blocks,
     )
 
 
 def without_growth_reserve(monkeypatch):
-    adoptable = ResidencyController.adoptable_blocks
-    monkeypatch.setattr(
-        ResidencyController,
-        "adoptable_blocks",
-        lambda self, seen: adoptable(self, seen._replace(waiting_blocks=0, growth_blocks=0)),
-    )
+    monkeypatch.setattr(ResidencyController, "_growth_reserve_blocks", lambda self, seen: 0)
 
 
 def without_protection_of_the_union(monkeypatch):

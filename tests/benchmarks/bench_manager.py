@@ -52,7 +52,7 @@ def measure(shape: Shape, num_steps: int) -> Iterator[Figure]:
     steps_in_turn(ours, stock, 10)
     yield from compared(f"{title}, full device", steps_in_turn(ours, stock, num_steps))
     # Half of the history leaves the device, and comes back in part by misses.
-    ledger.give_up(ledger.levels().optional_units // 2)
+    ledger.optional.give_up(ledger.levels().optional_units // 2)
     ours.fetched_rows = 1024
     steps_in_turn(ours, stock, 20)
     before = ledger.levels().optional_units

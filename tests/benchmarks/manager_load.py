@@ -141,7 +141,7 @@ class Ours(Stock):
         self.side.state = self.state = state
         self.side.rings = []
         self.side._sizes = SimpleNamespace(config=DHiSparseConfig())
-        self.side._controller = controller_for(DHiSparseConfig(), engine, state)
+        self.side._residency = state.residency(controller_for(DHiSparseConfig(), engine, state))
         self.side._adaptations = DHiSparseStats()
         self.side._working_set_rows = 0
         self.side._kv_cache_config = SimpleNamespace(

@@ -100,9 +100,13 @@ def test_growth_waits_after_pressure_for_the_dwell_time():
     assert states == ["hold"] * 7 + ["grow"] * 2
 
 
-def test_growth_pauses_where_the_pool_had_less_than_wanted():
-    decision = reconcile(history=History(is_growing=True), unadopted_units=3)
-    assert decision == Decision(Targets(0, 0, "hold"), History(False, 8))
+def test_cached_prefixes_may_be_the_growth_reserve_and_are_never_adopted():
+    controller, spare = make_controller(), 600 - 2 * 100 - 64 - 4 * 10
+    for cached, adoptable in ((0, spare), (40, spare), (41, spare - 1), (400, 600 - 400 - 264)):
+        assert controller.adoptable_blocks(IDLE._replace(cached_blocks=cached)) == adoptable
+    # Where nothing else is left, that is no pressure.
+    decision = reconcile(history=History(is_growing=True), cached_blocks=400)
+    assert decision == Decision(Targets(0, 0, "hold"), History())
 
 
 def test_pressure_stops_growth_at_once():
@@ -163,12 +167,13 @@ def pressures(draw):
         blocks_per_unit=per_unit,
         tail_units=draw(small),
         required_units=draw(small),
-        optional_units=draw(st.integers(0, free // per_unit)),
+        optional_units=(optional := draw(st.integers(0, free // per_unit))),
         lost_units=draw(st.sampled_from([0, 0, 0, 5])),
         waiting_blocks=draw(st.sampled_from([0, 0, 40])),
         growth_blocks=draw(st.integers(0, 50)),
         fetched_rows=draw(st.integers(0, 5000)),
         restorable_units=draw(small),
+        cached_blocks=draw(st.integers(0, free - optional * per_unit)),
     )
 
 

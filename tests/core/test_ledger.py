@@ -68,7 +68,7 @@ def test_fixed_residency_frees_full_tails_and_released_shares():
 
 def test_losing_one_block_loses_the_unit_in_all_groups():
     source, ledger = make_ledger(num_blocks=6)
-    ledger.adopt(3, head_reserve_blocks=0)
+    ledger.optional.adopt(3, head_reserve_blocks=0)
     ledger.take_commands()
     assert source.take(1) == [0]
     assert ledger.take_commands() == (UnitLost(0),)
@@ -80,7 +80,7 @@ def test_losing_one_block_loses_the_unit_in_all_groups():
 
 def test_numbers_of_units_lost_by_an_allocation_are_used_by_it():
     _, ledger = make_ledger(num_blocks=4, base_units=0)
-    ledger.adopt(2, head_reserve_blocks=0)
+    ledger.optional.adopt(2, head_reserve_blocks=0)
     ledger.claim_share("a", 0)
     ledger.take_commands()
     ledger.grow_tail("a", 0, 2)
@@ -93,7 +93,7 @@ def test_numbers_of_units_lost_by_an_allocation_are_used_by_it():
 
 def test_a_share_pins_the_newest_optional_units_first():
     source, ledger = make_ledger(num_blocks=8, base_units=3)
-    ledger.adopt(2, head_reserve_blocks=4)
+    ledger.optional.adopt(2, head_reserve_blocks=4)
     ledger.take_commands()
     ledger.claim_share("a", 7)
     assert ledger.take_commands() == (
@@ -132,12 +132,14 @@ def test_base_units_change_for_all_running_requests_or_not_at_all():
     ledger.check_integrity()
 
 
-def test_adopt_leaves_the_reserve_and_cached_prefixes_alone():
+def test_adopt_takes_the_plain_blocks_behind_the_reserve_and_no_cached_prefixes():
     source, ledger = make_ledger(num_blocks=12)
-    source.cached = {4, 5}
-    assert len(ledger.adopt(2, head_reserve_blocks=4)) == 2
+    source.cached = {10, 11}
+    assert len(ledger.optional.adopt(2, head_reserve_blocks=4)) == 2
     assert source.queue == [0, 1, 2, 3, 4, 5, 10, 11, 6, 7, 8, 9]
-    assert source.cached == {4, 5}
+    assert len(ledger.optional.adopt(2, head_reserve_blocks=4)) == 1
+    assert len(ledger.optional.adopt(2, head_reserve_blocks=4)) == 0
+    assert source.cached == {10, 11}
     ledger.check_integrity()
 
 
@@ -147,46 +149,73 @@ def test_nothing_is_adopted_while_the_head_is_not_the_whole_reserve(is_cached):
     if is_cached:
         source.cached = {3}
     else:
-        ledger.adopt(1, head_reserve_blocks=0)
-        source.reorder(source.queue[-2:] + source.queue[:-2])
-    assert ledger.adopt(2, head_reserve_blocks=4) == []
-    assert ledger.refill_reserve(4) == (0 if is_cached else 1)
+        ledger.optional.adopt(4, head_reserve_blocks=4)
+        source.take(2)
+    assert ledger.optional.adopt(2, head_reserve_blocks=4) == []
+    assert ledger.optional.refill_reserve(4) == (0 if is_cached else 1)
     ledger.check_integrity()
 
 
-def test_adopt_takes_the_oldest_cached_prefixes_only_when_told():
+def test_plain_blocks_are_those_that_lie_before_all_others_whoever_put_them_there():
+    source, ledger = make_ledger(num_blocks=12, base_units=0)
+    ledger.claim_share("a", 0)
+    ledger.grow_tail("a", 0, 4)
+    assert ledger.optional.find_plain() == 4
+    ledger.absorb_tail("a", 3)  # three optional units behind them
+    assert ledger.optional.find_plain() == 4
+    ledger.end_request("a")
+    source.release([6, 7])  # as vLLM frees the tail
+    assert ledger.optional.find_plain() == 6
+    assert source.take(3) == [6, 7, 8]
+    assert ledger.optional.find_plain() == 3
+    source.take(4)  # the plain ones, and one of a unit: its other block is plain now
+    assert ledger.levels().optional_units == 2
+    assert ledger.optional.find_plain() == 1
+    ledger.check_integrity()
+
+
+def test_what_is_evicted_is_plain():
     source, ledger = make_ledger(num_blocks=8)
-    source.cached = set(range(8))
-    assert len(ledger.adopt(2, head_reserve_blocks=2)) == 0
-    assert len(ledger.adopt(2, head_reserve_blocks=2, take_cached=True)) == 2
-    assert source.cached == {4, 5, 6, 7}
+    source.cached = {2, 5}
+    assert ledger.optional.find_plain() == 2
+    source.evict_prefix([5])
+    assert ledger.optional.find_plain() == 3
     ledger.check_integrity()
 
 
 def test_adopt_never_takes_an_optional_unit_again():
     _, ledger = make_ledger(num_blocks=8)
-    assert len(ledger.adopt(10, head_reserve_blocks=0)) == 4
-    assert len(ledger.adopt(10, head_reserve_blocks=0)) == 0
+    assert len(ledger.optional.adopt(10, head_reserve_blocks=0)) == 4
+    assert len(ledger.optional.adopt(10, head_reserve_blocks=0)) == 0
 
 
-def test_the_walk_of_adopt_is_bounded_by_what_is_asked():
+def test_no_step_walks_over_what_is_known():
     source, ledger = make_ledger(num_blocks=1000)
-    source.cached = set(range(900))
     walks = []
-    first_free = source.first_free
-    source.first_free = lambda count: walks.append(count) or first_free(count)
-    assert len(ledger.adopt(2, head_reserve_blocks=8)) == 0
-    assert walks == [8 + 4, 8 + 2 * 4]
+    plain_head = source.plain_head
+
+    def walk(is_known):
+        seen = []
+        plain_head(lambda block: seen.append(block) or is_known(block))
+        walks.append(len(seen))
+        return plain_head(is_known)
+
+    source.plain_head = walk
+    for _ in range(5):
+        ledger.optional.adopt(4, head_reserve_blocks=100)
+        source.take(3)
+        ledger.optional.refill_reserve(100)
+    assert walks == [1000] + 9 * [1]
 
 
 def test_the_oldest_units_are_given_up_first_and_become_the_head():
     source, ledger = make_ledger(num_blocks=8)
-    ledger.adopt(4, head_reserve_blocks=0)
+    ledger.optional.adopt(4, head_reserve_blocks=0)
     ledger.take_commands()
-    assert ledger.give_up(1) == 1
+    assert ledger.optional.give_up(1) == 1
     assert ledger.take_commands() == (UnitLost(0),)
     assert source.queue[:2] == [0, 1]
-    assert ledger.give_up(10) == 3
+    assert ledger.optional.give_up(10) == 3
     assert source.num_free == 8
     ledger.check_integrity()
 
@@ -194,25 +223,20 @@ def test_the_oldest_units_are_given_up_first_and_become_the_head():
 @pytest.mark.parametrize(("reserve", "given_up"), [(0, 0), (2, 0), (3, 1), (4, 1), (5, 2), (40, 3)])
 def test_refill_reserve_gives_up_just_enough(reserve, given_up):
     source, ledger = make_ledger(num_blocks=12)
-    ledger.adopt(3, head_reserve_blocks=2)
+    ledger.optional.adopt(3, head_reserve_blocks=2)
     source.take(4)  # of the six plain blocks at the head
-    assert ledger.refill_reserve(reserve) == given_up
+    assert ledger.optional.refill_reserve(reserve) == given_up
     ledger.check_integrity()
 
 
 def test_refill_reserve_puts_plain_blocks_before_cached_prefixes():
     source, ledger = make_ledger(num_blocks=10)
-    ledger.adopt(4, head_reserve_blocks=2)
-    source.cached = {0, 1}
-    assert ledger.refill_reserve(4) == 2
-    assert source.queue == [2, 3, 4, 5, 0, 1, 6, 7, 8, 9]
-    assert source.cached == {0, 1}
-
-
-def test_fixed_residency_adopts_nothing():
-    _, ledger = make_ledger(residency="fixed")
-    with pytest.raises(AssertionError):
-        ledger.adopt(1, 0)
+    source.cached = {8, 9}
+    ledger.optional.adopt(4, head_reserve_blocks=0)
+    assert source.queue == [8, 9, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert ledger.optional.refill_reserve(4) == 2
+    assert source.queue == [0, 1, 2, 3, 8, 9, 4, 5, 6, 7]
+    assert source.cached == {8, 9}
 
 
 def make_ledger_with_ended_units():
@@ -229,22 +253,22 @@ def make_ledger_with_ended_units():
 
 def test_what_ended_requests_left_is_given_up_before_older_units():
     _, ledger = make_ledger_with_ended_units()
-    optional = list(ledger._optional)
-    assert (ledger.levels().optional_units, ledger.num_ended) == (4, 2)
-    assert ledger.give_up(3) == 3
+    optional = ledger.optional.units()
+    assert (ledger.levels().optional_units, ledger.optional.num_ended) == (4, 2)
+    assert ledger.optional.give_up(3) == 3
     assert ledger.take_commands() == tuple(UnitLost(u) for u in (*optional[2:], optional[0]))
-    assert (ledger.levels().optional_units, ledger.num_ended) == (1, 0)
+    assert (ledger.levels().optional_units, ledger.optional.num_ended) == (1, 0)
 
 
 def test_recycled_units_are_empty_and_the_newest():
     source, ledger = make_ledger_with_ended_units()
-    optional = list(ledger._optional)
+    optional = ledger.optional.units()
     tail = source.queue[-4:]
-    assert len(ledger.recycle(1)) == 1
+    assert len(ledger.optional.recycle(1)) == 1
     lost, added = ledger.take_commands()
     assert lost == UnitLost(optional[2])
     assert added[1:] == (UnitState.OPTIONAL, tuple(tail[:2]))
     assert source.queue[-4:] == [*tail[2:], *tail[:2]]
-    assert (ledger.levels().optional_units, ledger.num_ended) == (4, 1)
-    assert len(ledger.recycle(5)) == 1
-    assert ledger.recycle(5) == []
+    assert (ledger.levels().optional_units, ledger.optional.num_ended) == (4, 1)
+    assert len(ledger.optional.recycle(5)) == 1
+    assert ledger.optional.recycle(5) == []

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_losses import UnitLosses
 
-from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
+from vllm_dhisparse.core.adaptation import AdaptiveResidency
+from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.core.ledger import Ledger
+from vllm_dhisparse.core.spans import MissingSpans
 from vllm_dhisparse.simulator.pool import SimulatedPool
 
 GROUPS, BASE_UNITS, TAIL_UNITS = 2, 2, 2
@@ -22,8 +24,9 @@ class Engine:
         self.source = SimulatedPool(num_blocks)
         self.ledger = Ledger(self.source, GROUPS, BASE_UNITS, "adaptive", [])
         self.controller = ResidencyController(**controller)
-        self.history = History()
-        self.unadopted_units = 0
+        self.residency = AdaptiveResidency(
+            self.controller, self.ledger, num_blocks, MissingSpans(), place_of=None
+        )
         self.max_running = max_running
         self.running = {}  # id -> positions so far
         self.waiting = deque()
@@ -41,7 +44,7 @@ class Engine:
             self.waiting.append(f"request-{self.num_requests}")
             self.num_requests += 1
         self.admit()
-        return self.control(fetched_rows)
+        self.control(fetched_rows)
 
     def grow(self, request_id):
         if self.source.num_free < GROUPS:
@@ -76,35 +79,17 @@ class Engine:
         return self.losses.count(self.ledger.take_commands())
 
     def control(self, fetched_rows):
-        lost = self.lost_units()
-        self.ledger.refill_reserve(self.controller.head_reserve_blocks)
-        self.lost_units()
-        levels = self.ledger.levels()
         is_short = self.waiting and len(self.running) < self.max_running
-        seen = Pressure(
-            total_blocks=self.source.num_blocks,
-            free_blocks=levels.free_blocks,
-            blocks_per_unit=GROUPS,
-            tail_units=levels.tail_units,
-            required_units=levels.required_units,
-            optional_units=levels.optional_units,
-            lost_units=lost,
+        free_blocks = self.source.num_free
+        done = self.residency.adapt(
             waiting_blocks=REQUIRED_BLOCKS if is_short else 0,
             growth_blocks=GROUPS * len(self.running),
             fetched_rows=fetched_rows,
-            restorable_units=0,
-            unadopted_units=self.unadopted_units,
         )
-        decision = self.controller.reconcile(seen, self.history)
-        self.history = decision.history
-        free_blocks = self.source.num_free
-        wanted = decision.targets.adopt_units
-        adopted = len(self.ledger.adopt(wanted, self.controller.head_reserve_blocks))
-        self.unadopted_units = wanted - adopted
+        self.lost_units()
         assert self.source.num_free == free_blocks, "adopting took blocks from vLLM"
-        self.targets.append(decision.targets)
+        self.targets.append(done.targets)
         self.ledger.check_integrity()
-        return seen
 
 
 def turns(states):
@@ -136,9 +121,9 @@ def test_any_load_keeps_to_the_rules(load, dwell_steps, head_reserve_blocks, num
         adopt_units_per_step=8,
     )
     for arrivals, finish, grow in load:
-        seen = engine.step(arrivals, finish if finish < 3 else None, grow)
+        engine.step(arrivals, finish if finish < 3 else None, grow)
         # Liveness: whoever waits does not fit even if all optional units went.
-        assert not engine.waiting or seen.free_blocks < REQUIRED_BLOCKS
+        assert not engine.waiting or engine.source.num_free < REQUIRED_BLOCKS
         levels = engine.ledger.levels()
         pinned = GROUPS * (levels.tail_units + levels.required_units)
         assert levels.free_blocks + pinned == num_blocks, "above budget"
@@ -200,8 +185,8 @@ def test_growth_ends_where_only_cached_prefixes_are_left():
     engine = Engine(head_reserve_blocks=8, dwell_steps=10)
     engine.source.cached = set(range(100, 200))
     settle(engine)
-    tries = [targets.adopt_units > 0 for targets in engine.targets]
-    assert sum(tries[20:]) <= 4, "the queue is walked once in a dwell time"
+    assert not any(targets.adopt_units for targets in engine.targets[60:])
+    assert {targets.state for targets in engine.targets} == {"grow", "hold"}, "that is no pressure"
     assert engine.source.cached == set(range(100, 200))
 
 

@@ -239,9 +239,9 @@ class World:
         with suppress(ValueError):  # too few blocks are free
             set_base_units(self.state.ledger, base_units)
 
-    def adopt(self, num_units, head_reserve_blocks, take_cached):
+    def adopt(self, num_units, head_reserve_blocks):
         if self.setup.residency == "adaptive":
-            adopted = self.state.ledger.adopt(num_units, head_reserve_blocks, take_cached)
+            adopted = self.state.ledger.optional.adopt(num_units, head_reserve_blocks)
             self.events["adopted"] += len(adopted)
 
     def evict_prefixes(self, seed):

@@ -10,8 +10,9 @@ from checked import checked
 from engine import counters, prompts, running, scheduler
 from vllm import SamplingParams
 
+from vllm_dhisparse.core.adaptation import Adaptation, AdaptiveResidency
 from vllm_dhisparse.core.controller import Targets
-from vllm_dhisparse.integration.scheduler_state import Adaptation, SchedulerState
+from vllm_dhisparse.integration.scheduler_state import SchedulerState
 
 from . import test_exactness as exactness
 
@@ -171,35 +172,33 @@ class RandomCapacity:
         self.rng = random.Random(seed)
         self.num_zero = self.num_adopted = self.num_restored = 0
 
-    def adapt(self, state, controller, scheduler_output, fetched_rows, working_set_rows):
-        ledger, rng = state.ledger, self.rng
-        state._considered.clear()
+    def adapt(self, residency, *seen):
+        ledger, rng = residency._ledger, self.rng
         match rng.randrange(6):
             case 0:
-                ledger.give_up(ledger.levels().optional_units)
+                ledger.optional.give_up(ledger.levels().optional_units)
             case 1:
-                ledger.give_up(rng.randrange(20))
+                ledger.optional.give_up(rng.randrange(20))
             case 2:
-                ledger.refill_reserve(rng.randrange(100))
+                ledger.optional.refill_reserve(rng.randrange(100))
             case 3:
                 with suppress(ValueError):  # too few blocks are free
                     set_base_units(ledger, rng.randrange(4))
             case _:
-                units = ledger.adopt(rng.randrange(20), 0, take_cached=rng.random() < 0.2)
-                units += ledger.recycle(rng.randrange(8))
+                units = ledger.optional.adopt(rng.randrange(20), 0)
+                units += ledger.optional.recycle(rng.randrange(8))
                 self.num_adopted += len(units)
-                self.num_restored += state._restore(units[: rng.randrange(20)])
+                self.num_restored += residency.restore(units[: rng.randrange(20)])
         levels = ledger.levels()
         self.num_zero += not levels.optional_units + levels.required_units
-        state.check_integrity()
-        drafts = scheduler_output.num_spec_tokens_to_schedule
-        return Adaptation(Targets(0, 0, "hold"), 0.0, 0, 0, ledger.take_reclaimed(), 0, drafts)
+        ledger.check_integrity()
+        return Adaptation(Targets(0, 0, "hold"), 0.0, 0, 0, ledger.optional.take_reclaimed(), 0)
 
 
 @pytest.fixture
 def random_capacity(monkeypatch):
     driver = RandomCapacity(seed=2)
-    monkeypatch.setattr(SchedulerState, "adapt", lambda *arguments: driver.adapt(*arguments))
+    monkeypatch.setattr(AdaptiveResidency, "adapt", lambda *arguments: driver.adapt(*arguments))
     return driver
 
 
@@ -258,19 +257,19 @@ def test_optional_memory_delays_nobody(monkeypatch, model, caching):
 def restored_spans(llm, monkeypatch):
     """A list that gets the spans restored from now on, those of a step together."""
     found = []
-    state = state_of(llm)
-    restore, fill = state._restore, state.ledger.fill
+    ledger = state_of(llm).ledger
+    restore, fill = AdaptiveResidency.restore, ledger.fill
 
-    def restoring(units):
+    def restoring(residency, units):
         found.append([])
-        return restore(units)
+        return restore(residency, units)
 
-    def filling(unit, span):
+    def filling(unit, span, *place):
         found[-1].append(span)
-        fill(unit, span)
+        fill(unit, span, *place)
 
-    monkeypatch.setattr(state, "_restore", restoring)
-    monkeypatch.setattr(state.ledger, "fill", filling)
+    monkeypatch.setattr(AdaptiveResidency, "restore", restoring)
+    monkeypatch.setattr(ledger, "fill", filling)
     return found
 
 
@@ -289,7 +288,7 @@ def test_a_prefix_hit_is_restored_newest_first(monkeypatch, model):
     with adaptive(monkeypatch, model, **EAGER, **options) as llm:
         exactness.outputs(llm, [first], 2)
         state = state_of(llm)
-        state.ledger.give_up(state.ledger.levels().optional_units)
+        state.ledger.optional.give_up(state.ledger.levels().optional_units)
         restored = restored_spans(llm, monkeypatch)
         add(llm, "hit", first + rest, 60)
         num_hit = 1900 // 128 * 128
@@ -371,14 +370,13 @@ def test_drafts_get_shorter_before_a_request_is_preempted(monkeypatch, model, re
     speculation = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
     pool = {"num_gpu_blocks_override": 60, "base_rows_per_request": 0, **EAGER}
     limits = []
-    adapt = SchedulerState.adapt
+    begin_step = SchedulerState.begin_step
 
-    def recording(*arguments):
-        done = adapt(*arguments)
-        limits.append(done.draft_tokens)
-        return done
+    def recording(state):
+        begin_step(state)
+        limits.append(state.draft_tokens)
 
-    monkeypatch.setattr(SchedulerState, "adapt", recording)
+    monkeypatch.setattr(SchedulerState, "begin_step", recording)
     with adaptive(monkeypatch, model, speculative_config=speculation, **pool, **options) as llm:
         tokens = tokens_of(crowd(llm))
     assert tokens == tokens_of(resident(crowd, **options))

@@ -13,6 +13,10 @@ def pool():
     return BlockPool(num_gpu_blocks=9, enable_caching=True, hash_block_size=16)
 
 
+def queue_of(pool):
+    return [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+
+
 @pytest.fixture
 def source(pool):
     return PoolBlockSource(pool)
@@ -33,12 +37,11 @@ def test_blocks_are_counted_without_the_null_block(source):
         source.take(6)
 
 
-def test_released_blocks_are_at_the_head_and_readable_ones_at_the_tail(source):
+def test_released_blocks_are_at_the_head_and_readable_ones_at_the_tail(source, pool):
     first, second = source.take(2), source.take(2)
     source.release_readable(first)
     source.release(second)
-    assert source.first_free(8)[0] == [3, 4, 5, 6, 7, 8, 1, 2]
-    assert source.first_free(1) == ([3], [])
+    assert queue_of(pool) == [3, 4, 5, 6, 7, 8, 1, 2]
 
 
 @pytest.mark.parametrize("free", ["release", "release_readable"])
@@ -117,7 +120,7 @@ def test_claim_tells_listeners_as_an_allocation_does(source, reused):
     assert not source.is_referenced(1)
 
 
-def test_eviction_of_a_prefix_tells_nobody_and_moves_nothing():
+def test_an_evicted_block_is_the_next_to_be_reused_and_nobody_is_told():
     setup = Setup(num_groups=1)
     kv = make_kv_cache_manager(setup)
     state = make_state(kv, setup)
@@ -130,26 +133,21 @@ def test_eviction_of_a_prefix_tells_nobody_and_moves_nothing():
     table = [b.block_id for b in state._address.req_to_blocks["a"]]
     source.watch(table)
     kv.free(request)
-    queue = source.first_free(source.num_blocks)
     assert [source.is_cached(block) for block in table] == [True, True, False]
+    used = source.take(1)
+    assert used == table[2:]
+    plain = source.plain_head(table.__contains__)
     source.evict_prefix(table)
     assert not any(source.is_cached(block) for block in table)
-    assert source.first_free(source.num_blocks) == (queue[0], [])
-    assert reused == []
+    assert sorted(queue_of(kv.block_pool)[:2]) == sorted(table[:2])
+    assert source.plain_head(used.__contains__)[2:] == plain
+    assert reused == used
 
 
-def test_claiming_a_cached_block_evicts_its_prefix():
-    setup = Setup(num_groups=1)
-    kv = make_kv_cache_manager(setup)
-    state = make_state(kv, setup)
-    source = PoolBlockSource(kv.block_pool)
-    request = make_request("a", range(130))
-    kv.allocate_slots(request, 130)
-    table = [b.block_id for b in state._address.req_to_blocks["a"]]
-    kv.free(request)
-    assert kv.get_computed_blocks(make_request("b", range(140)))[1] == 128
-    source.claim(table[:1])
-    assert kv.get_computed_blocks(make_request("c", range(140)))[1] == 0
+def test_the_plain_head_ends_at_what_is_cached_or_known(source, pool):
+    assert source.plain_head(lambda block: block == 4) == [1, 2, 3]
+    pool.blocks[2].set_block_hash(b"a prefix")
+    assert source.plain_head(lambda block: block == 4) == [1]
 
 
 def test_reset_of_the_prefix_cache_tells_of_every_watched_block(source, pool, reused):

@@ -74,7 +74,7 @@ def run(monkeypatch, seed, cache_dtype, **settings):
         elif kind < 0.3:
             world.abort(events.randrange(8))
         elif kind < 0.4:
-            world.adopt(events.randrange(1, 8), 12, take_cached=False)
+            world.adopt(events.randrange(1, 8), 12)
         world.schedule()
         world.check()
     world.close()

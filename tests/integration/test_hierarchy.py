@@ -103,21 +103,21 @@ class Hierarchy(RuleBasedStateMachine):
     def set_base_units(self, base_units):
         self.world.set_base_units(base_units)
 
-    @rule(num_units=st.integers(0, 12), reserve=st.integers(0, 24), take_cached=st.booleans())
-    def adopt(self, num_units, reserve, take_cached):
-        self.world.adopt(num_units, reserve, take_cached)
+    @rule(num_units=st.integers(0, 12), reserve=st.integers(0, 24))
+    def adopt(self, num_units, reserve):
+        self.world.adopt(num_units, reserve)
 
     @rule(num_units=st.integers(0, 6))
     def give_up(self, num_units):
-        self.world.state.ledger.give_up(num_units)
+        self.world.state.ledger.optional.give_up(num_units)
 
     @rule(num_units=st.integers(1, 6))
     def recycle(self, num_units):
-        self.world.state.ledger.recycle(num_units)
+        self.world.state.ledger.optional.recycle(num_units)
 
     @rule(reserve=st.integers(0, 40))
     def refill_reserve(self, reserve):
-        self.world.state.ledger.refill_reserve(reserve)
+        self.world.state.ledger.optional.refill_reserve(reserve)
 
     @rule(seed=st.integers(0, 1000))
     def evict_prefixes(self, seed):
@@ -202,7 +202,7 @@ def run_seed(seed, implementation):
         lambda: world.abort(draw.randrange(20)),
         lambda: world.preempt_any(draw.randrange(8)),
         lambda: world.evict_prefixes(draw.randrange(1000)),
-        lambda: world.state.ledger.give_up(draw.randrange(1, 4)),
+        lambda: world.state.ledger.optional.give_up(draw.randrange(1, 4)),
         world.update,
     ]
     if world.setup.residency == "adaptive":
@@ -220,9 +220,9 @@ def run_seed(seed, implementation):
         else:
             world.schedule()
             if draw.random() < 0.4:
-                world.adopt(draw.randrange(1, 6), draw.randrange(24), draw.random() < 0.2)
+                world.adopt(draw.randrange(1, 6), draw.randrange(24))
             if draw.random() < 0.5:
-                world.state.ledger.refill_reserve(24)
+                world.state.ledger.optional.refill_reserve(24)
         world.check()
     world.close()
     return world.reached()

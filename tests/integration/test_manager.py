@@ -83,7 +83,7 @@ def test_f24_f27_the_first_pool_that_admits_has_exactly_the_required_blocks(
         )
         kv, state = start(setup)
         if takes_all:
-            state.ledger.adopt(1000, head_reserve_blocks=0)
+            state.ledger.optional.adopt(1000, head_reserve_blocks=0)
             assert state.ledger.levels().optional_units == num_blocks // 4
         before = (state.ledger.levels(), state.pages.room(), state.take_commands().commands)
         blocks = admit(kv, state, make_request("a", range(400)), 96)
@@ -182,7 +182,7 @@ def test_f23_growth_of_a_running_request_beyond_the_pages_is_refused():
 def test_blocks_of_the_tail_are_named_for_zeroing_in_a_cache_of_mixed_precision():
     kv, state = start()
     assert kv.kv_cache_config.needs_kv_cache_zeroing
-    state.ledger.adopt(3, 0)
+    state.ledger.optional.adopt(3, 0)
     admit(kv, state, make_request("a", range(40)))
     added = [c for c in state.take_commands().commands if isinstance(c, UnitAdded)]
     tails = {block for c in added if c.state is UnitState.TAIL for block in c.blocks}
@@ -225,7 +225,7 @@ def test_events_and_metrics_see_nothing_unusual():
     admit(kv, state, request)
     kv.remove_skipped_blocks("a", 256)
     kv.free(request)
-    state.ledger.adopt(20, 8)
+    state.ledger.optional.adopt(20, 8)
     kv.block_pool.get_new_blocks(kv.block_pool.get_num_free_blocks())
     groups = {event.group_idx for event in kv.take_events()}
     assert groups == {4}, "only the indexer group has prefixes"
@@ -261,9 +261,9 @@ def test_inside_the_reserve_optional_units_cost_no_prefix_hit(reserve):
         request = make_request(request_id, [ord(request_id), *range(130)])
         admit(kv, state, request)
         kv.free(request)
-    while state.ledger.adopt(100, head_reserve_blocks=0):
+    while state.ledger.optional.adopt(100, head_reserve_blocks=0):
         pass
-    state.ledger.refill_reserve(reserve)
+    state.ledger.optional.refill_reserve(reserve)
     taken = kv.block_pool.get_new_blocks(48)
     hits = [
         kv.get_computed_blocks(make_request("e", [ord(request_id), *range(140)]))[1]

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from unit_losses import UnitLosses
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -19,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
+from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.manager import register_latent_spec
 from vllm_dhisparse.integration.scheduler_state import SchedulerState
@@ -69,8 +68,7 @@ class Engine:
         self.kv = make_manager()
         residency = "adaptive" if controller else "fixed"
         self.state = SchedulerState(self.kv, 400, residency, CHUNK_TOKENS, 0)
-        self.controller, self.history = controller, History()
-        self.losses, self.unadopted_units = UnitLosses(), 0
+        self.residency = controller and self.state.residency(controller)
         self.random = random.Random(seed)
         self.hasher = get_request_block_hasher(UNIT_TOKENS, sha256)
         lengths = [self.random.randrange(64, 400) for _ in range(PREFIXES)]
@@ -137,31 +135,15 @@ class Engine:
         return {request.request_id: count}
 
     def control(self):
-        if self.controller is None:
+        if self.residency is None:
             return
-        ledger, reserve = self.state.ledger, self.controller.head_reserve_blocks
-        lost = self.losses.count(ledger.take_commands())
-        ledger.refill_reserve(reserve)
-        levels = ledger.levels()
-        seen = Pressure(
-            total_blocks=NUM_BLOCKS - 1,
-            free_blocks=levels.free_blocks,
-            blocks_per_unit=GROUPS,
-            tail_units=levels.tail_units,
-            required_units=levels.required_units,
-            optional_units=levels.optional_units,
-            lost_units=lost,
+        self.residency.adapt(
             waiting_blocks=0,
             growth_blocks=GROUPS * len(self.running) // UNIT_TOKENS,
             fetched_rows=1000,
-            restorable_units=0,
-            unadopted_units=self.unadopted_units,
         )
-        targets, self.history = self.controller.reconcile(seen, self.history)
-        adopted = ledger.adopt(targets.adopt_units, reserve)
-        self.unadopted_units = targets.adopt_units - len(adopted)
-        self.losses.count(ledger.take_commands())
-        self.most_optional = max(self.most_optional, ledger.levels().optional_units)
+        self.state.take_commands()
+        self.most_optional = max(self.most_optional, self.state.ledger.levels().optional_units)
 
 
 def hit_tokens_per_request(controller):

@@ -29,7 +29,8 @@ class Engine:
         )
         self.kv = make_kv_cache_manager(setup)
         self.state = make_state(self.kv, setup)
-        self.controller = ResidencyController(head_reserve_blocks=4 * GROUPS)
+        controller = ResidencyController(head_reserve_blocks=4 * GROUPS)
+        self.residency = self.state.residency(controller)
         self.waiting, self.running, self.max_tokens = deque(), [], {}
         self.restored = []
 
@@ -71,7 +72,8 @@ class Engine:
             num_spec_tokens_to_schedule=0,
         )
         self.state.bind_scheduled(output)
-        self.state.adapt(self.controller, output, FETCHED_ROWS, 0)
+        growth_blocks = self.state.growth_blocks(output.total_num_scheduled_tokens)
+        self.residency.adapt(self.state.waiting_blocks, growth_blocks, FETCHED_ROWS)
         commands = self.state.take_commands().commands
         self.restored += [c for c in commands if isinstance(c, SpanRestored)]
         self.state.check_integrity()
@@ -113,4 +115,4 @@ def test_units_of_ended_requests_give_way_to_history_of_running_ones():
     assert most > 60, "the load took nothing"
     engine.run(40)
     assert len(missing) == 0
-    assert engine.state.ledger.num_ended > 0, "more than necessary was emptied"
+    assert engine.state.ledger.optional.num_ended > 0, "more than necessary was emptied"

@@ -257,7 +257,7 @@ class Adaptive(Scheduler):
             [KVCacheGroupSpec([f"latent.{group}"], spec) for group in range(LATENT_GROUPS)]
         )
         self.state = SchedulerState(self.kv, HOST_BLOCKS, "adaptive", IN_FLIGHT_TOKENS, 0)
-        self.controller = controller_for(
+        controller = controller_for(
             DHiSparseConfig(),
             SimpleNamespace(
                 scheduler_config=SimpleNamespace(
@@ -266,6 +266,7 @@ class Adaptive(Scheduler):
             ),
             self.state,
         )
+        self.residency = self.state.residency(controller)
 
     def consider(self, request: Request, num_hit: int) -> None:
         self.state.on_new_request(request, num_hit)
@@ -280,7 +281,8 @@ class Adaptive(Scheduler):
             num_spec_tokens_to_schedule=0,
         )
         self.state.bind_scheduled(output)
-        self.state.adapt(self.controller, output, fetched_rows=0, working_set_rows=0)
+        growth_blocks = self.state.growth_blocks(output.total_num_scheduled_tokens)
+        self.residency.adapt(self.state.waiting_blocks, growth_blocks, fetched_rows=0)
         self.state.take_commands()
 
     def resident_rows(self, request: Request) -> int:

@@ -1,6 +1,6 @@
 """What the ledger and the page allocator need of a pool of device blocks, on integer ids."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 ReuseListener: TypeAlias = Callable[[int], None]
@@ -41,7 +41,7 @@ class BlockSource(Protocol):
         ...
 
     def claim(self, blocks: Sequence[int]) -> None:
-        """Take these free blocks out of the queue, as ``take`` does: prefix hashes go."""
+        """Take these plain free blocks out of the queue, and tell the listeners of each."""
         ...
 
     def pin(self, blocks: Sequence[int]) -> None:
@@ -60,8 +60,8 @@ class BlockSource(Protocol):
         """Report the next reuse of blocks in use; their references stay as they are."""
         ...
 
-    def evict_prefix(self, blocks: Iterable[int]) -> None:
-        """Forget the prefix hashes of the blocks; their places in the queue stay."""
+    def evict_prefix(self, blocks: Sequence[int]) -> None:
+        """Forget the prefix hashes of the blocks; free ones go to the head of the queue."""
         ...
 
     def is_cached(self, block: int) -> bool:
@@ -72,9 +72,6 @@ class BlockSource(Protocol):
         """Whether anything holds the block."""
         ...
 
-    def first_free(self, count: int) -> tuple[list[int], list[int]]:
-        """Return free blocks from the head of the queue on, at most ``count``.
-
-        Also the places in that list of those that a prefix hash names, ascending.
-        """
+    def plain_head(self, is_known: Callable[[int], bool]) -> list[int]:
+        """Return the blocks at the head of the queue, up to the first cached or known one."""
         ...

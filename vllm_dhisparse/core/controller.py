@@ -5,7 +5,7 @@ what it has to remember is handed back to it. It is level-triggered, so a missed
 repeated call does no harm.
 
 Memory goes back without it. An optional unit is free to vLLM, which takes the blocks in
-the step that needs them; ``Ledger.refill_reserve``, called each step with the same
+the step that needs them; ``OptionalUnits.refill_reserve``, called each step with the same
 ``head_reserve_blocks``, gives up the oldest units so that this costs no cached prefix.
 What is decided here is only when, and how fast, the row cache grows again.
 """
@@ -35,8 +35,8 @@ class Pressure(NamedTuple):
     ``fetched_rows``: rows fetched in the last reported step, in the index group that
     fetched most, since a unit has 64 slots in each.
     ``restorable_units``: 64-row spans of running requests' history that are on no unit.
-    ``unadopted_units``: units of the last target that the pool could not give, because
-    only cached prefixes were left near the head of its queue.
+    ``cached_blocks``: free blocks that are neither plain nor of optional units: taking them
+    costs prefix hits, so they may serve growth that has to be, and are never adopted.
     ``working_set_rows``: see ``core.working_set``; seen beside the rest and used by no rule,
     since growth by misses ends by itself where nothing more is used.
     ``ended_units``: optional units that hold what ended requests left.
@@ -53,7 +53,7 @@ class Pressure(NamedTuple):
     growth_blocks: int
     fetched_rows: int
     restorable_units: int
-    unadopted_units: int = 0
+    cached_blocks: int = 0
     working_set_rows: int = 0
     ended_units: int = 0
 
@@ -61,10 +61,9 @@ class Pressure(NamedTuple):
 class Targets(NamedTuple):
     """What to do in this step.
 
-    ``adopt_units``: free blocks to turn into optional units; the pool may have fewer that
-    cost no cached prefix. ``restore_units``: how many of them are filled from the host at
-    once, the others fill by misses; where spare memory is not enough for the restored ones,
-    they replace ended units. ``state``: for people and metrics.
+    ``adopt_units``: how many units to make of plain free blocks. ``restore_units``: how many of
+    them are filled from the host at once, the others fill by misses; where spare memory is not
+    enough for the restored ones, they replace ended units. ``state``: for people and metrics.
     """
 
     adopt_units: int
@@ -104,8 +103,7 @@ class ResidencyController:
         growth_horizon_steps: steps of the running requests' growth kept free of optional
             units: the steps in flight and the one being scheduled, twice.
         dwell_steps: steps without pressure before growth starts again. Pressure is never
-            delayed, so growth starts again at most once in this time. The same pause
-            follows when the pool had less to give than was wanted.
+            delayed, so growth starts again at most once in this time.
         low_watermark_ratio: growth ends when spare memory is this share of the pool.
         high_watermark_ratio: growth starts when it is above this share. The gap keeps
             small changes of load from starting it.
@@ -143,20 +141,28 @@ class ResidencyController:
             )
 
     def adoptable_blocks(self, seen: Pressure) -> int:
-        """Return free blocks that are truly spare; negative when optional units overlap.
+        """Return plain blocks that are truly spare, those of ended units among them.
 
-        Spare is what neither optional units nor one step (the head reserve) nor the next
-        request and the next steps of the running ones (the growth reserve) will use. So
+        Where there are more cached prefixes than the growth reserve, they are that reserve.
+        """
+        growth_reserve_blocks = self._growth_reserve_blocks(seen)
+        return self._spare_blocks(seen) - max(seen.cached_blocks - growth_reserve_blocks, 0)
+
+    def _growth_reserve_blocks(self, seen: Pressure) -> int:
+        return max(seen.waiting_blocks, self.growth_horizon_steps * seen.growth_blocks)
+
+    def _spare_blocks(self, seen: Pressure) -> int:
+        """Return free blocks that nothing will use; negative when optional units overlap.
+
+        That is neither optional units nor one step (the head reserve) nor the next
+        request and the next steps of the running ones (the growth reserve). So
         growth never runs into the next admission. What ended requests left is spare.
         """
-        growth_reserve_blocks = max(
-            seen.waiting_blocks, self.growth_horizon_steps * seen.growth_blocks
-        )
         return (
             seen.free_blocks
             - (seen.optional_units - seen.ended_units) * seen.blocks_per_unit
             - self.head_reserve_blocks
-            - growth_reserve_blocks
+            - self._growth_reserve_blocks(seen)
         )
 
     def reconcile(self, seen: Pressure, history: History) -> Decision:
@@ -168,12 +174,11 @@ class ResidencyController:
         """
         _check(seen)
         adoptable = self.adoptable_blocks(seen)
-        is_pressed = seen.lost_units > 0 or adoptable < 0
-        must_dwell = is_pressed or seen.unadopted_units > 0
-        dwell_left = self.dwell_steps if must_dwell else max(0, history.dwell_left_steps - 1)
+        is_pressed = seen.lost_units > 0 or self._spare_blocks(seen) < 0
+        dwell_left = self.dwell_steps if is_pressed else max(0, history.dwell_left_steps - 1)
         floor = int(self.low_watermark_ratio * seen.total_blocks)
         start = self.high_watermark_ratio * seen.total_blocks
-        is_allowed = not must_dwell and not dwell_left
+        is_allowed = not is_pressed and not dwell_left
         is_growing = is_allowed and adoptable > (floor if history.is_growing else start)
         growth = _NO_GROWTH
         if is_growing and not seen.waiting_blocks:
@@ -222,5 +227,6 @@ def _check(seen: Pressure) -> None:
     assert min(seen) >= 0, "a negative level"
     assert seen.blocks_per_unit > 0
     assert seen.free_blocks <= seen.total_blocks
-    assert seen.optional_units * seen.blocks_per_unit <= seen.free_blocks, "optional is not free"
     assert seen.ended_units <= seen.optional_units
+    used_blocks = seen.optional_units * seen.blocks_per_unit + seen.cached_blocks
+    assert used_blocks <= seen.free_blocks, "a free block has two uses"

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from vllm.utils.math_utils import cdiv
 
 from vllm_dhisparse.config import DHiSparseConfig
+from vllm_dhisparse.core.adaptation import Adaptation
 from vllm_dhisparse.core.controller import ResidencyController
-from vllm_dhisparse.integration.scheduler_state import Adaptation, SchedulerState
+from vllm_dhisparse.integration.scheduler_state import SchedulerState
 from vllm_dhisparse.integration.stats import DHiSparseStats
 from vllm_dhisparse.metrics import (
     ADOPTED_UNITS,
@@ -40,7 +41,7 @@ def controller_for(
     return config.controller(blocks + state.share_blocks(), groups)
 
 
-def adaptation_stats(done: Adaptation, unit_bytes: int) -> DHiSparseStats:
+def adaptation_stats(done: Adaptation, draft_tokens: int, unit_bytes: int) -> DHiSparseStats:
     """Return one step of the controller as counters and gauges."""
     stats = DHiSparseStats()
     state, targets = done.targets.state, done.targets
@@ -51,7 +52,7 @@ def adaptation_stats(done: Adaptation, unit_bytes: int) -> DHiSparseStats:
     stats.add(RECLAIMED_BYTES.key("reserve"), done.given_up_units * unit_bytes)
     gauges = stats.data["gauges"]
     gauges[KV_PRESSURE.key()] = done.pressure_ratio
-    gauges[DRAFT_LIMIT.key()] = float(done.draft_tokens)
+    gauges[DRAFT_LIMIT.key()] = float(draft_tokens)
     gauges[CONTROLLER_TARGETS.key("adopt")] = float(targets.adopt_units)
     gauges[CONTROLLER_TARGETS.key("restore")] = float(targets.restore_units)
     for other in CONTROLLER_STATES:

@@ -1,6 +1,6 @@
 """vLLM's BlockPool as the ``BlockSource`` of the ledger and the page allocator."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -39,9 +39,7 @@ class PoolBlockSource:
 
     def claim(self, blocks: Sequence[int]) -> None:
         """Take these free blocks, and tell the listeners as an allocation would."""
-        claimed = self._blocks(blocks)
-        self._pool.evict_blocks({b.block_id for b in claimed if b.block_hash is not None})
-        self._pool.touch(claimed)
+        self._pool.touch(self._blocks(blocks))
         for listener in self._listeners:
             for block in blocks:
                 listener(block)
@@ -69,9 +67,13 @@ class PoolBlockSource:
         self._pool.touch(watched)
         self._pool.unpin_blocks(watched, self._on_reuse)
 
-    def evict_prefix(self, blocks: Iterable[int]) -> None:
-        """Forget the prefix hashes of the blocks."""
-        self._pool.evict_blocks(set(blocks))
+    def evict_prefix(self, blocks: Sequence[int]) -> None:
+        """Forget the prefix hashes of the blocks, and let free ones be reused first."""
+        ids = set(blocks)
+        self._pool.evict_blocks(ids)
+        free = [block for block in self._blocks(ids) if not block.ref_cnt]
+        self._pool.touch(free)
+        self._pool.free_blocks(free)
 
     def is_cached(self, block: int) -> bool:
         """Whether a prefix hash names the block."""
@@ -81,32 +83,22 @@ class PoolBlockSource:
         """Whether anything holds the block."""
         return self._pool.blocks[block].ref_cnt > 0
 
-    def first_free(self, count: int) -> tuple[list[int], list[int]]:
-        """Return free blocks from the head of the queue on, and which are cached."""
+    def plain_head(self, is_known: Callable[[int], bool]) -> list[int]:
+        """Return the blocks at the head of the queue, up to the first cached or known one."""
         # The queue is no public interface of the pool, and its order is in no other place.
-        # A step walks over hundreds of blocks, hence no iterator over them.
         blocks: list[int] = []
-        cached: list[int] = []
-        queue = self._pool.free_block_queue
-        block, end = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
-        for place in range(count):
-            if block is end:
+        for block in self._pool.free_block_queue.iter_blocks_after(None):
+            if block.block_hash is not None or is_known(block.block_id):
                 break
-            assert block is not None, "the free queue is broken"
             blocks.append(block.block_id)
-            if block.block_hash is not None:
-                cached.append(place)
-            block = block.next_free_block
-        return blocks, cached
+        return blocks
 
     def _blocks(self, blocks: Iterable[int]) -> list[KVCacheBlock]:
         all_blocks = self._pool.blocks
         return [all_blocks[block] for block in blocks]
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
-        assert block is self._pool.blocks[block.block_id], "a block of another pool"
-        self._tell(block.block_id)
-
-    def _tell(self, block: int) -> None:
+        block_id = block.block_id
+        assert block is self._pool.blocks[block_id], "a block of another pool"
         for listener in self._listeners:
-            listener(block)
+            listener(block_id)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_dhisparse.core.adaptation import AdaptiveResidency
 from vllm_dhisparse.core.commands import UNIT_ROWS
-from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.core.working_set import working_set_rows
 from vllm_dhisparse.integration.adaptation import adaptation_stats, controller_for
 from vllm_dhisparse.integration.draft_price import DraftPrice
@@ -63,7 +63,7 @@ class SchedulerSide:
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self.rings = draft_rings(manager)
         self.state: SchedulerState | None = None
-        self._controller: ResidencyController | None = None
+        self._residency: AdaptiveResidency | None = None
         self._draft_price: DraftPrice | None = None
         self._fetched_rows = 0
         self._working_set_rows = 0
@@ -89,7 +89,8 @@ class SchedulerSide:
         if verifies_adaptively(vllm_config):
             self._draft_price = DraftPrice(sizes.row_bytes * sizes.num_layers)
         if sizes.config.residency == "adaptive":
-            self._controller = controller_for(sizes.config, vllm_config, self.state)
+            controller = controller_for(sizes.config, vllm_config, self.state)
+            self._residency = self.state.residency(controller)
 
     def note_report(self, report: WorkerReport) -> None:
         """Note what the workers fetched."""
@@ -108,13 +109,16 @@ class SchedulerSide:
         if self.state is None:
             return StepMetadata(ring_blocks, None, recorded)
         self.state.bind_scheduled(scheduler_output)
-        if self._controller is not None:
+        if self._residency is not None:
             fetched_rows, self._fetched_rows = self._fetched_rows, 0  # a report counts once
-            done = self.state.adapt(
-                self._controller, scheduler_output, fetched_rows, self._working_set_rows
+            done = self._residency.adapt(
+                self.state.waiting_blocks,
+                self.state.growth_blocks(scheduler_output.total_num_scheduled_tokens),
+                fetched_rows,
+                self._working_set_rows,
             )
             unit_bytes = self._block_bytes * self.state.ledger.num_groups
-            self._adaptations.aggregate(adaptation_stats(done, unit_bytes))
+            self._adaptations.aggregate(adaptation_stats(done, self.state.draft_tokens, unit_bytes))
         price = self._draft_price
         fetch_ms = 0.0 if price is None else price.next_ms(scheduler_output)
         return StepMetadata(ring_blocks, self.state.take_commands(), recorded, fetch_ms)

@@ -1,7 +1,6 @@
 """What the engine core knows of units and host pages, with the moments a connector passes on."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -10,33 +9,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
-from vllm_dhisparse.core.commands import Command, SpanRestored, StepCommands, UnitState
-from vllm_dhisparse.core.controller import History, Pressure, ResidencyController, Targets
+from vllm_dhisparse.core.adaptation import AdaptiveResidency, HostPlace
+from vllm_dhisparse.core.commands import Command, StepCommands, UnitState
+from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.core.ledger import Ledger, LedgerResidency
 from vllm_dhisparse.core.pages import PageAllocator
-from vllm_dhisparse.core.spans import MissingSpans
+from vllm_dhisparse.core.spans import MissingSpans, Span
 from vllm_dhisparse.integration.block_source import PoolBlockSource
 from vllm_dhisparse.integration.draft_lengths import DraftLengths, GrowingTables
 from vllm_dhisparse.integration.draft_ring import draft_rings
 from vllm_dhisparse.integration.kv_spec import is_indexer_spec
 from vllm_dhisparse.integration.manager import DHiSparseManager
-
-
-class Adaptation(NamedTuple):
-    """What one step did with spare memory, for the metrics.
-
-    ``targets``: of the controller; ``pressure_ratio``: 0 to 1; units adopted empty, adopted
-    and restored, taken back by the pool, given up for the reserve; ``draft_tokens`` that each
-    request could have in the step.
-    """
-
-    targets: Targets
-    pressure_ratio: float
-    adopted_units: int
-    restored_units: int
-    reclaimed_units: int
-    given_up_units: int
-    draft_tokens: int
 
 
 class SchedulerState:
@@ -81,8 +64,6 @@ class SchedulerState:
         spec = latent[0].kv_cache_spec
         self.page_tokens: int = self._address.block_size
         self._block_tokens: int = latent[0].block_size
-        self._decisions = History()
-        self._unadopted_units = 0
         self.max_tail_blocks: int = spec.max_tail_blocks(
             max_in_flight_tokens, num_lookahead_tokens, kv_cache_manager.max_model_len
         )
@@ -125,8 +106,8 @@ class SchedulerState:
         """Requests of this step."""
         self._considered: dict[str, int] = {}
         """Blocks that requests require which vLLM looked at in this step and did not admit."""
-        self._waiting_blocks = 0
-        """Of the last step."""
+        self.waiting_blocks = 0
+        """What the next waiting request required in the last step."""
         self._page_waits = 0
         for group, manager in enumerate(latent):
             manager.bind(self, group)
@@ -134,7 +115,7 @@ class SchedulerState:
     def begin_step(self) -> None:
         """Cut drafts to the room there is; before vLLM schedules anything of a step."""
         if self._is_adaptive:
-            self._draft_lengths.cut(self._pool.get_num_free_blocks(), self._waiting_blocks)
+            self._draft_lengths.cut(self._pool.get_num_free_blocks(), self.waiting_blocks)
 
     def on_new_request(self, request: Request, num_local_computed_tokens: int) -> None:
         """Note the prefix hit of a request that vLLM considers; it may yet be refused.
@@ -207,69 +188,19 @@ class SchedulerState:
         self._shared_hits.clear()
         self._admitted.clear()
         self.ledger.settle(self._shared_units())
-        self._waiting_blocks = next(iter(self._considered.values()), 0)
+        self.waiting_blocks = next(iter(self._considered.values()), 0)
         self._considered.clear()
 
-    def adapt(
-        self,
-        controller: ResidencyController,
-        scheduler_output: SchedulerOutput,
-        fetched_rows: int,
-        working_set_rows: int,
-    ) -> Adaptation:
-        """Let the controller use spare memory; after ``bind_scheduled``.
-
-        Args:
-            controller: decides; its memory of past decisions is kept here.
-            scheduler_output: the step.
-            fetched_rows: that the workers last reported, see `Pressure`.
-            working_set_rows: the same, see `core.working_set`.
-
-        """
-        ledger = self.ledger
-        levels = ledger.levels()
-        reclaimed = ledger.take_reclaimed()
-        seen = Pressure(
-            total_blocks=self._source.num_blocks,
-            free_blocks=levels.free_blocks,
-            blocks_per_unit=ledger.num_groups,
-            tail_units=levels.tail_units,
-            required_units=levels.required_units,
-            optional_units=levels.optional_units,
-            lost_units=reclaimed,
-            waiting_blocks=self._waiting_blocks,
-            growth_blocks=self.growth_blocks(scheduler_output.total_num_scheduled_tokens),
-            fetched_rows=fetched_rows,
-            restorable_units=len(self.missing),
-            unadopted_units=self._unadopted_units,
-            working_set_rows=working_set_rows,
-            ended_units=ledger.num_ended,
+    def residency(self, controller: ResidencyController) -> AdaptiveResidency:
+        """Return the loop in which the controller uses spare memory; after ``bind_scheduled``."""
+        return AdaptiveResidency(
+            controller, self.ledger, self._source.num_blocks, self.missing, self.place_of
         )
-        targets, self._decisions = controller.reconcile(seen, self._decisions)
-        units: list[int] = []
-        restored = 0
-        if targets.adopt_units:
-            plain = levels.free_blocks - levels.optional_units * ledger.num_groups
-            plain_units = max(0, plain - controller.head_reserve_blocks) // ledger.num_groups
-            units = ledger.adopt(
-                min(targets.adopt_units, plain_units), controller.head_reserve_blocks
-            )
-        # Units come from behind a whole reserve; without any, it may need blocks.
-        given_up = 0 if units else ledger.refill_reserve(controller.head_reserve_blocks)
-        if targets.restore_units:
-            units += ledger.recycle(min(targets.adopt_units - len(units), targets.restore_units))
-            restored = self._restore(units[: targets.restore_units])
-        self._unadopted_units = targets.adopt_units - len(units)
-        used = seen.total_blocks - seen.free_blocks + seen.waiting_blocks
-        return Adaptation(
-            targets,
-            min(used / seen.total_blocks, 1.0),
-            len(units) - restored,
-            restored,
-            reclaimed,
-            given_up,
-            self._draft_lengths.limit,
-        )
+
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens that each request could have in this step."""
+        return self._draft_lengths.limit
 
     def growth_blocks(self, num_tokens: int) -> int:
         """Blocks that a step of so many tokens may take in all groups, admissions aside."""
@@ -284,17 +215,13 @@ class SchedulerState:
     def _shared_units(self) -> int:
         return self.pages.num_shared * self._page_units
 
-    def _restore(self, units: Sequence[int]) -> int:
-        """Fill empty units with the newest spans that are on no unit; return how many."""
-        spans = self.missing.take(len(units))
-        for unit, span in zip(units, spans, strict=False):
-            first_token = span.position * self._block_tokens
-            table = self._address.req_to_blocks[span.request_id]
-            page = self.pages.page_of(table[first_token // self.page_tokens].block_id)
-            assert page is not None, "a running request without a page"
-            self._log.append(SpanRestored(unit, page, first_token % self.page_tokens))
-            self.ledger.fill(unit, span)
-        return len(spans)
+    def place_of(self, span: Span) -> HostPlace:
+        """Return where the rows of a running request's span lie in host memory."""
+        first_token = span.position * self._block_tokens
+        table = self._address.req_to_blocks[span.request_id]
+        page = self.pages.page_of(table[first_token // self.page_tokens].block_id)
+        assert page is not None, "a running request without a page"
+        return HostPlace(page, first_token % self.page_tokens)
 
     def take_commands(self) -> StepCommands:
         """Return the step's commands; last in ``build_connector_meta``, also for empty steps."""
@@ -325,7 +252,7 @@ class SchedulerState:
                     assert self.ledger.tail_block(request_id, position, group) == block
                     tails.append(block)
         assert sorted(tails) == sorted(by_state[UnitState.TAIL]), "a tail unit is not whole"
-        free, _ = self._source.first_free(self._source.num_blocks)
+        free = [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
         assert set(by_state[UnitState.OPTIONAL]) <= set(free), "an optional unit is not free"
         late = {block for block in deferred_blocks if block not in others}
         uses = [*free, *tails, *by_state[UnitState.REQUIRED], *others, *late]

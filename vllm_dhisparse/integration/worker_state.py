@@ -8,7 +8,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from vllm_dhisparse.core.commands import StepCommands
-from vllm_dhisparse.core.ledger import max_units
+from vllm_dhisparse.core.units import max_units
 from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec, is_indexer_spec
 from vllm_dhisparse.integration.row_counters import RowCounters

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal, NamedTuple
 
-from vllm_dhisparse.core.commands import UNIT_ROWS, Command, SpanRestored
-from vllm_dhisparse.core.controller import History, Pressure, ResidencyController
+from vllm_dhisparse.core.adaptation import AdaptiveResidency, HostPlace
+from vllm_dhisparse.core.commands import UNIT_ROWS, Command
+from vllm_dhisparse.core.controller import ResidencyController
 from vllm_dhisparse.core.ledger import Ledger
 from vllm_dhisparse.core.pages import PageAllocator
 from vllm_dhisparse.core.spans import MissingSpans, Span
@@ -85,9 +86,11 @@ class Memory:
         )
         self.pages = PageAllocator(self.pool, sizes.num_pages, self.log)
         self.held: dict[str, Held] = {}
-        self._controller = controller
-        self._history = History()
-        self._unadopted_units = 0
+        self._residency: AdaptiveResidency | None = None
+        if controller is not None:
+            self._residency = AdaptiveResidency(
+                controller, self.ledger, sizes.num_blocks, self.missing, self._place_of
+            )
         self.restored_units = 0
 
     def fits(self, request_id: str, context: int, queries: int) -> bool:
@@ -178,30 +181,12 @@ class Memory:
             fetched_rows: in the last step.
 
         """
-        if self._controller is None:
+        if self._residency is None:
             return "hold"
-        ledger, reserve = self.ledger, self._controller.head_reserve_blocks
-        levels = ledger.levels()
-        seen = Pressure(
-            total_blocks=self.pool.num_blocks,
-            free_blocks=levels.free_blocks,
-            blocks_per_unit=ledger.num_groups,
-            tail_units=levels.tail_units,
-            required_units=levels.required_units,
-            optional_units=levels.optional_units,
-            lost_units=ledger.take_reclaimed(),
-            waiting_blocks=waiting_blocks,
-            growth_blocks=self.growth_blocks(step_tokens),
-            fetched_rows=fetched_rows,
-            restorable_units=len(self.missing),
-            unadopted_units=self._unadopted_units,
-        )
-        targets, self._history = self._controller.reconcile(seen, self._history)
-        units = ledger.adopt(targets.adopt_units, reserve) if targets.adopt_units else []
-        self._restore(units[: targets.restore_units])
-        self._unadopted_units = targets.adopt_units - len(units)
-        ledger.refill_reserve(reserve)
-        return targets.state
+        growth_blocks = self.growth_blocks(step_tokens)
+        done = self._residency.adapt(waiting_blocks, growth_blocks, fetched_rows)
+        self.restored_units += done.restored_units
+        return done.targets.state
 
     def growth_blocks(self, num_tokens: int) -> int:
         """Blocks that a step of so many tokens may take."""
@@ -234,12 +219,9 @@ class Memory:
     def _pages_for(self, tokens: int) -> int:
         return ceil(tokens / self.sizes.page_tokens)
 
-    def _restore(self, units: list[int]) -> None:
-        for unit, span in zip(units, self.missing.take(len(units)), strict=False):
-            token = span.position * UNIT_ROWS
-            block = self.held[span.request_id].indexer[token // self.sizes.page_tokens]
-            page = self.pages.page_of(block)
-            assert page is not None, "a running request without a page"
-            self.log.append(SpanRestored(unit, page, token % self.sizes.page_tokens))
-            self.ledger.fill(unit, span)
-            self.restored_units += 1
+    def _place_of(self, span: Span) -> HostPlace:
+        token = span.position * UNIT_ROWS
+        block = self.held[span.request_id].indexer[token // self.sizes.page_tokens]
+        page = self.pages.page_of(block)
+        assert page is not None, "a running request without a page"
+        return HostPlace(page, token % self.sizes.page_tokens)

@@ -1,8 +1,8 @@
 """A pool of integer blocks with the free queue of vLLM's, for the ledger and the pages."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from vllm_dhisparse.core.block_source import ReuseListener
 
@@ -86,9 +86,12 @@ class SimulatedPool:
         assert all(self._references[block] for block in blocks)
         self._watched.update(blocks)
 
-    def evict_prefix(self, blocks: Iterable[int]) -> None:
-        """Forget the prefix hashes of blocks."""
+    def evict_prefix(self, blocks: Sequence[int]) -> None:
+        """Forget the prefix hashes of blocks, and let free ones be reused first."""
         self.cached.difference_update(blocks)
+        for block in blocks:
+            if block in self._queue:
+                self._queue.move_to_end(block, last=False)
 
     def is_cached(self, block: int) -> bool:
         """Whether a prefix hash names the block."""
@@ -98,12 +101,9 @@ class SimulatedPool:
         """Whether anything holds the block."""
         return self._references[block] > 0
 
-    def first_free(self, count: int) -> tuple[list[int], list[int]]:
-        """Return free blocks from the head of the queue on, and the places of cached ones."""
-        blocks = list(islice(self._queue, count))
-        if not self.cached:
-            return blocks, []
-        return blocks, [place for place, block in enumerate(blocks) if block in self.cached]
+    def plain_head(self, is_known: Callable[[int], bool]) -> list[int]:
+        """Return the blocks at the head of the queue, up to the first cached or known one."""
+        return list(takewhile(lambda b: b not in self.cached and not is_known(b), self._queue))
 
     def _reuse(self, block: int) -> None:
         assert self._references[block] == 0

@@ -17,7 +17,7 @@ from vllm_dhisparse.core.commands import (
     UnitMoved,
     UnitState,
 )
-from vllm_dhisparse.core.ledger import max_units
+from vllm_dhisparse.core.units import max_units
 from vllm_dhisparse.simulator.fidelity import Asking, Found, Pages
 from vllm_dhisparse.simulator.loads import Arrival
 from vllm_dhisparse.simulator.memory import Sizes
