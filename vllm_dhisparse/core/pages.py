@@ -98,6 +98,10 @@ class PageAllocator:
         if request_id in self._promised or not self._has_pages(request_id, num_blocks):
             self._set_promise(request_id, self.need(request_id, num_blocks))
 
+    def promised(self) -> list[str]:
+        """Return the requests that have blocks without a page."""
+        return list(self._promised)
+
     def hold(self, request_id: str, blocks: Sequence[int]) -> None:
         """Keep the pages that an admitted request found by its prefix hit.
 

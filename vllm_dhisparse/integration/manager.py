@@ -19,7 +19,7 @@ class DHiSparseManager(OwnBlocksManager):
 
     vLLM calls the managers of all groups in order with the same arguments. The first
     latent one (the lead) decides and accounts for all latent groups; the others only
-    copy the units' blocks into their tables.
+    copy the units' blocks into their tables. It also takes full blocks out of all tables.
     """
 
     def __init__(self, kv_cache_spec: DHiSparseLatentSpec, **kwargs: Any) -> None:
@@ -63,13 +63,16 @@ class DHiSparseManager(OwnBlocksManager):
         if self._group:
             return 0
         state = self._bound_state()
+        units = -(-num_tokens // self.block_size)
+        is_running = state.ledger.is_running(request_id)
+        if is_running:
+            units -= len(self.req_to_blocks[request_id])
+            if units <= 0:
+                return 0  # a page has whole units, so no page is missing either
         page_blocks = -(-num_tokens // state.page_tokens)
         if state.lacks_pages(request_id, page_blocks):
             return self.block_pool.num_gpu_blocks + 1
-        units = -(-num_tokens // self.block_size)
-        if state.ledger.is_running(request_id):
-            units -= len(self.req_to_blocks[request_id])
-        else:
+        if not is_running:
             hit_units = total_computed_tokens // self.block_size
             shared_units = state.shared_hit_units(request_id)
             units -= hit_units - state.ledger.missing_units(hit_units, shared_units)
@@ -103,16 +106,15 @@ class DHiSparseManager(OwnBlocksManager):
         table = self.req_to_blocks[request_id]
         first = len(table)
         end = -(-num_tokens // self.block_size)
-        if not self._group:
-            state = self._bound_state()
-            if not state.ledger.is_running(request_id):
-                state.ledger.claim_share(request_id, first, state.shared_hit_units(request_id))
-            state.pages.promise(request_id, -(-num_tokens // state.page_tokens))
-            if end > first:
-                state.ledger.grow_tail(request_id, first, end - first)
-        if end <= first:
+        if end <= first:  # in most steps; never on admission, which computes a token at least
             return []
-        ledger = self._bound_state().ledger
+        state = self._bound_state()
+        ledger = state.ledger
+        if not self._group:
+            if not ledger.is_running(request_id):
+                ledger.claim_share(request_id, first, state.shared_hit_units(request_id))
+            state.pages.promise(request_id, -(-num_tokens // state.page_tokens))
+            ledger.grow_tail(request_id, first, end - first)
         new_ids = [ledger.tail_block(request_id, i, self._group) for i in range(first, end)]
         new_blocks = [self.block_pool.blocks[block] for block in new_ids]
         table.extend(new_blocks)
@@ -126,18 +128,24 @@ class DHiSparseManager(OwnBlocksManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Take full blocks of processed tokens out of the tail."""
+        """Take full blocks of processed tokens out of the tail; the lead does, for all groups."""
+        if self._group:
+            return
         if self._hit_blocks:
             self._offer_hit(request_id, processed_computed_tokens)
         end = processed_computed_tokens // self.block_size
         first = self._num_null.get(request_id, 0)
         if end <= first or request_id not in self.req_to_blocks:
             return
-        table = self.req_to_blocks[request_id]
-        end = min(end, len(table))
-        if not self._group:
-            self._bound_state().ledger.absorb_tail(request_id, end)
-        table[first:end] = [self._null_block] * (end - first)
+        state = self._bound_state()
+        end = min(end, len(self.req_to_blocks[request_id]))
+        state.ledger.absorb_tail(request_id, end)
+        for manager in state.latent:
+            manager._clear_head(request_id, end)
+
+    def _clear_head(self, request_id: str, end: int) -> None:
+        first = self._num_null.get(request_id, 0)
+        self.req_to_blocks[request_id][first:end] = [self._null_block] * (end - first)
         self._num_null[request_id] = end
 
     def _offer_hit(self, request_id: str, num_processed_tokens: int) -> None:

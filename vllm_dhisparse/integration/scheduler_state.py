@@ -57,7 +57,7 @@ class SchedulerState:
             specs = ", ".join(type(m.kv_cache_spec).__name__ for m in managers)
             raise ValueError(f"DHISPARSE needs latent and indexer KV groups, got: {specs}")
         self._managers: tuple[SingleTypeKVCacheManager, ...] = managers
-        self._latent = latent
+        self.latent = latent
         self._address = indexer[0]
         """The group whose blocks own host pages; every leader uses its block table."""
         self._pool = kv_cache_manager.block_pool
@@ -179,11 +179,10 @@ class SchedulerState:
         """Give pages to all new indexer blocks of the step; for ``build_connector_meta``."""
         tables = self._address.req_to_blocks
         pages = self.pages
-        for request_id in scheduler_output.num_scheduled_tokens:
-            table = tables[request_id]
-            num_bound = pages.num_bound(request_id)
-            if num_bound < len(table):
-                pages.bind(request_id, [block.block_id for block in table[num_bound:]])
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in filter(scheduled.__contains__, pages.promised()):
+            new = tables[request_id][pages.num_bound(request_id) :]
+            pages.bind(request_id, [block.block_id for block in new])
         pages.end_step()
         self._shared_hits.clear()
         self._admitted.clear()
@@ -244,10 +243,10 @@ class SchedulerState:
         for manager in self._managers:
             for request_id, table in manager.req_to_blocks.items():
                 real = [(i, b.block_id) for i, b in enumerate(table) if not b.is_null]
-                if manager not in self._latent:
+                if manager not in self.latent:
                     others.update(block for _, block in real)
                     continue
-                group = self._latent.index(manager)
+                group = self.latent.index(manager)
                 for position, block in real:
                     assert self.ledger.tail_block(request_id, position, group) == block
                     tails.append(block)
