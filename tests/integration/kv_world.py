@@ -34,7 +34,7 @@ class World:
         self.kv = make_kv_cache_manager(setup)
         self.state = make_state(self.kv, setup)
         self.pool = self.kv.block_pool
-        self.latent = [manager.kv_cache_group_id for manager in self.state._latent]
+        self.latent = [manager.kv_cache_group_id for manager in self.state.latent]
         num_groups = setup.num_groups + setup.num_indexer_groups
         self.indexer = [group for group in range(num_groups) if group not in self.latent]
         assert self.indexer[0] == self.state._address.kv_cache_group_id

@@ -4,6 +4,7 @@ One ledger serves all latent KV groups of an engine, so a unit is whole in all o
 them or gone. It keeps state and executes; how much to hold is its caller's decision.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 from typing import Literal, NamedTuple, TypeAlias
@@ -67,7 +68,7 @@ class Ledger:
         # unit by position; positions are consecutive, and only the newest are here
         self._tails: dict[str, dict[int, int]] = {}
         # insertion order is age, oldest first
-        self._required: dict[int, None] = {}
+        self._required: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_groups(self) -> int:

@@ -1,5 +1,6 @@
 """Optional units: free blocks put to use until the pool hands them out."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain, filterfalse, islice
 
@@ -25,19 +26,19 @@ class OptionalUnits:
         self._source = source
         self._units = units
         self._plain = PlainBlocks(source)
-        # first block of each unit; insertion order is age, oldest first
-        self._first_block: dict[int, int] = {}
-        self._unit_of_first_block: dict[int, int] = {}
+        # Insertion order is age, oldest first. A dict would keep the places of those that went,
+        # and walk over them for the oldest one.
+        self._unit_of_first_block: OrderedDict[int, int] = OrderedDict()
         # units with a span of a request that has ended, oldest end first
-        self._ended: dict[int, None] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
         self._num_reclaimed = 0
         source.add_reuse_listener(self._lose)
 
     def __len__(self) -> int:
-        return len(self._first_block)
+        return len(self._unit_of_first_block)
 
     def __contains__(self, unit: int) -> bool:
-        return unit in self._first_block
+        return self._units.blocks(unit)[0] in self._unit_of_first_block
 
     @property
     def num_ended(self) -> int:
@@ -46,7 +47,7 @@ class OptionalUnits:
 
     def units(self) -> list[int]:
         """Return all units, the oldest first; its cost grows with them."""
-        return list(self._first_block)
+        return list(self._unit_of_first_block.values())
 
     def find_plain(self) -> int:
         """Return the plain free blocks of the pool, with those that vLLM freed lately."""
@@ -61,20 +62,19 @@ class OptionalUnits:
     def release(self, units: Sequence[int]) -> None:
         """Drop a reference to units in use; they are the newest optional ones."""
         for unit in units:
-            first = self._first_block[unit] = self._units.blocks(unit)[0]
-            self._unit_of_first_block[first] = unit
+            self._unit_of_first_block[self._units.blocks(unit)[0]] = unit
         self._source.release_readable(self._units.blocks_of(units))
 
     def pin_newest(self, num_units: int) -> list[int]:
         """Take the newest units, at most so many, back into use: their rows are likely read."""
-        units = list(islice(reversed(self._first_block), num_units))
+        units = list(islice(reversed(self._unit_of_first_block.values()), num_units))
         self._forget(units)
         self._source.pin(self._units.blocks_of(units))
         return units
 
     def end(self, units: Iterable[int]) -> None:
         """Note that these units hold what a request left; those in use are fine."""
-        self._ended.update(dict.fromkeys(filter(self._first_block.__contains__, units)))
+        self._ended.update(dict.fromkeys(filter(self.__contains__, units)))
 
     def adopt(self, num_units: int, head_reserve_blocks: int) -> list[int]:
         """Turn plain free blocks into empty units, at most ``num_units``.
@@ -108,7 +108,7 @@ class OptionalUnits:
             Units given up.
 
         """
-        others = filterfalse(self._ended.__contains__, self._first_block)
+        others = filterfalse(self._ended.__contains__, self._unit_of_first_block.values())
         units = list(islice(chain(self._ended, others), num_units))
         self._plain.put(self._empty(units))
         return len(units)
@@ -129,10 +129,9 @@ class OptionalUnits:
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls."""
         self._plain.check_integrity()
-        firsts = {unit: self._units.blocks(unit)[0] for unit in self._first_block}
-        assert firsts == self._first_block
-        assert {first: unit for unit, first in firsts.items()} == self._unit_of_first_block
-        assert self._ended.keys() <= self._first_block.keys()
+        for first, unit in self._unit_of_first_block.items():
+            assert self._units.blocks(unit)[0] == first
+        assert self._ended.keys() <= set(self.units())
 
     def _add(self, blocks: Sequence[int]) -> list[int]:
         units = self._units.add(blocks, UnitState.OPTIONAL)
@@ -150,12 +149,14 @@ class OptionalUnits:
 
     def _forget(self, units: Iterable[int]) -> None:
         for unit in units:
-            del self._unit_of_first_block[self._first_block.pop(unit)]
+            del self._unit_of_first_block[self._units.blocks(unit)[0]]
             self._ended.pop(unit, None)
 
     def _lose(self, block: int) -> None:
+        if self._plain.discard(block):
+            return
         unit = self._unit_of_first_block.get(block)
-        if unit is not None:  # else a plain block, a block of a page, or one of a lost unit
+        if unit is not None:  # else a block of a page, or another one of a unit just lost
             self._forget([unit])
             self._units.retire(unit)
             self._num_reclaimed += 1

@@ -1,5 +1,6 @@
 """Host pages by indexer block: binding, promises to admitted requests, and eviction."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from vllm_dhisparse.core.block_source import BlockSource
@@ -34,7 +35,7 @@ class PageAllocator:
         self._page_of_block: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         self._ended: dict[int, None] = {}
-        self._idle: dict[int, None] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._bound: dict[str, list[int]] = {}
         self._expected: dict[str, int] = {}
         self._promised: dict[str, int] = {}

@@ -1,5 +1,6 @@
 """The plain free blocks of a pool: those whose reuse costs neither a prefix hit nor a unit."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -11,14 +12,13 @@ class PlainBlocks:
 
     They are known by number, each watched for its reuse, so that nothing has to walk over
     the queue to know how many there are. Plain blocks join the queue at its head only, so
-    those that are not known yet come first.
+    those that are not known yet come first. The owner passes on what the pool reports.
     """
 
     def __init__(self, source: BlockSource) -> None:
         self._source = source
-        # the farthest from the head first
-        self._blocks: dict[int, None] = {}
-        source.add_reuse_listener(self._forget)
+        # the farthest from the head first; a dict would keep the places of those that went
+        self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -50,11 +50,15 @@ class PlainBlocks:
         self._source.pin(blocks)
         return blocks
 
+    def discard(self, block: int) -> bool:
+        """Forget a block that the pool has handed out; return whether it was known."""
+        if block in self._blocks:
+            del self._blocks[block]
+            return True
+        return False
+
     def check_integrity(self) -> None:
         """Assert what must hold between any two calls."""
         for block in self._blocks:
             assert not self._source.is_referenced(block), "a plain block is in use"
             assert not self._source.is_cached(block)
-
-    def _forget(self, block: int) -> None:
-        self._blocks.pop(block, None)

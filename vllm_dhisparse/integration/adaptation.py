@@ -41,20 +41,31 @@ def controller_for(
     return config.controller(blocks + state.share_blocks(), groups)
 
 
-def adaptation_stats(done: Adaptation, draft_tokens: int, unit_bytes: int) -> DHiSparseStats:
-    """Return one step of the controller as counters and gauges."""
-    stats = DHiSparseStats()
-    state, targets = done.targets.state, done.targets
-    stats.add(CONTROLLER_DECISIONS.key(state), 1)
-    stats.add(ADOPTED_UNITS.key("empty"), done.adopted_units)
-    stats.add(ADOPTED_UNITS.key("restored"), done.restored_units)
-    stats.add(RECLAIMED_BYTES.key("pressure"), done.reclaimed_units * unit_bytes)
-    stats.add(RECLAIMED_BYTES.key("reserve"), done.given_up_units * unit_bytes)
+# Named once: this is done in every step.
+_DECISION = {state: CONTROLLER_DECISIONS.key(state) for state in CONTROLLER_STATES}
+_ADOPTED, _RESTORED = ADOPTED_UNITS.key("empty"), ADOPTED_UNITS.key("restored")
+_PRESSED, _GIVEN_UP = RECLAIMED_BYTES.key("pressure"), RECLAIMED_BYTES.key("reserve")
+_PRESSURE, _DRAFTS = KV_PRESSURE.key(), DRAFT_LIMIT.key()
+_ADOPT, _RESTORE = CONTROLLER_TARGETS.key("adopt"), CONTROLLER_TARGETS.key("restore")
+_STATE = {
+    state: {CONTROLLER_STATE.key(other): float(other == state) for other in CONTROLLER_STATES}
+    for state in CONTROLLER_STATES
+}
+
+
+def add_adaptation(
+    stats: DHiSparseStats, done: Adaptation, draft_tokens: int, unit_bytes: int
+) -> None:
+    """Add one step of the controller to counters and gauges."""
+    targets = done.targets
+    stats.add(_DECISION[targets.state], 1)
+    stats.add(_ADOPTED, done.adopted_units)
+    stats.add(_RESTORED, done.restored_units)
+    stats.add(_PRESSED, done.reclaimed_units * unit_bytes)
+    stats.add(_GIVEN_UP, done.given_up_units * unit_bytes)
     gauges = stats.data["gauges"]
-    gauges[KV_PRESSURE.key()] = done.pressure_ratio
-    gauges[DRAFT_LIMIT.key()] = float(draft_tokens)
-    gauges[CONTROLLER_TARGETS.key("adopt")] = float(targets.adopt_units)
-    gauges[CONTROLLER_TARGETS.key("restore")] = float(targets.restore_units)
-    for other in CONTROLLER_STATES:
-        gauges[CONTROLLER_STATE.key(other)] = float(other == state)
-    return stats
+    gauges[_PRESSURE] = done.pressure_ratio
+    gauges[_DRAFTS] = float(draft_tokens)
+    gauges[_ADOPT] = float(targets.adopt_units)
+    gauges[_RESTORE] = float(targets.restore_units)
+    gauges.update(_STATE[targets.state])

@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm_dhisparse.core.adaptation import AdaptiveResidency
 from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.core.working_set import working_set_rows
-from vllm_dhisparse.integration.adaptation import adaptation_stats, controller_for
+from vllm_dhisparse.integration.adaptation import add_adaptation, controller_for
 from vllm_dhisparse.integration.draft_price import DraftPrice
 from vllm_dhisparse.integration.draft_ring import draft_rings
 from vllm_dhisparse.integration.geometry import geometry, verifies_adaptively
@@ -118,7 +118,7 @@ class SchedulerSide:
                 self._working_set_rows,
             )
             unit_bytes = self._block_bytes * self.state.ledger.num_groups
-            self._adaptations.aggregate(adaptation_stats(done, self.state.draft_tokens, unit_bytes))
+            add_adaptation(self._adaptations, done, self.state.draft_tokens, unit_bytes)
         price = self._draft_price
         fetch_ms = 0.0 if price is None else price.next_ms(scheduler_output)
         return StepMetadata(ring_blocks, self.state.take_commands(), recorded, fetch_ms)
