@@ -231,9 +231,7 @@ def run_seed(seed, implementation):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_long_random_schedules(implementation, seed):
-    reached = run_seed(seed, implementation)
-    assert reached["preempted"]
-    assert reached["hits"]
+    assert run_seed(seed, implementation)["hits"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
