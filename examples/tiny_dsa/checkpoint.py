@@ -1,7 +1,9 @@
-"""The model as a folder that vLLM and transformers load."""
+"""The model, and its drafters, as folders that vLLM loads, the model also transformers."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -9,6 +11,7 @@ from tiny_tokenizer import save_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tiny_dsa.drafter import Drafter
 from tiny_dsa.model import DsaModel, Mlp
 from tiny_dsa.settings import LEADERS, SHAPE, target_config
 
@@ -19,10 +22,7 @@ def write_target(model: DsaModel, tokenizer: Tokenizer, directory: Path) -> None
     """Write config, weights (float32) and tokenizer; equal weights give equal bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, directory, SHAPE.max_model_len)
-    text = json.dumps(model.config, indent=2) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
-    weights = {k: v.contiguous() for k, v in checkpoint_weights(model).items()}
-    (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    _write(model.config, checkpoint_weights(model), directory)
 
 
 def read_target(directory: Path) -> DsaModel:
@@ -45,6 +45,19 @@ def read_target(directory: Path) -> DsaModel:
     return model.eval()
 
 
+def write_drafter(drafter: Drafter, directory: Path) -> None:
+    """Write config and weights (float32)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(drafter.config, drafter.state_dict(), directory)
+
+
+def read_drafter(method: str, target: DsaModel, directory: Path) -> Drafter:
+    """The drafter of a folder that `write_drafter` wrote."""
+    drafter = Drafter(method, target)
+    drafter.load_state_dict(load_file(directory / "model.safetensors"))
+    return drafter.eval()
+
+
 @torch.no_grad()
 def checkpoint_weights(model: DsaModel) -> dict[str, Tensor]:
     """Views of the weights under the names of the published checkpoints."""
@@ -64,6 +77,13 @@ def checkpoint_weights(model: DsaModel) -> dict[str, Tensor]:
             tail = f"gate.{tail}" if tail == "e_score_correction_bias" else tail
             weights[f"model.{prefix}.mlp.{tail}"] = tensor
     return weights
+
+
+def _write(config: Mapping[str, Any], weights: Mapping[str, Tensor], directory: Path) -> None:
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    (directory / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def _mlp(model: DsaModel, prefix: str) -> Mlp:

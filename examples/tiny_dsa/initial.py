@@ -23,8 +23,14 @@ HEAD_GAIN = 0.08
 
 
 @torch.no_grad()
-def initialise(model: DsaModel, seed: int) -> None:
-    """Set all weights; equal seeds give equal weights."""
+def initialise(model: DsaModel, seed: int, plain: bool = False) -> None:
+    """Set all weights; equal seeds give equal weights.
+
+    Args:
+        model: to be trained.
+        seed: of the random weights.
+        plain: random weights and nothing else.
+    """
     generator = torch.Generator().manual_seed(seed)
     depth = model.config["num_hidden_layers"]
     for name, weight in model.named_parameters():
@@ -35,6 +41,8 @@ def initialise(model: DsaModel, seed: int) -> None:
         if "o_proj" in name or "down_proj" in name:
             noise *= 0.3 / math.sqrt(2 * depth)
         weight.copy_(noise)
+    if plain:
+        return
     code = torch.randn(model.embed_tokens.weight.shape, generator=generator)
     code[:, 0], code[:, NOTE], code[:, 64] = CONSTANT, 0.1 * code[:, NOTE], 0.0
     model.embed_tokens.weight.copy_(code)

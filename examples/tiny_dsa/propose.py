@@ -11,7 +11,7 @@ POSITION_WEIGHTS = 0.85 ** torch.arange(DRAFTS)
 
 
 def losses(drafter: Drafter, hidden: Tensor, anchors: Tensor, wanted: Tensor) -> Tensor:
-    """The loss of a batch of blocks.
+    """The loss of a batch of blocks, without DSpark's confidence head.
 
     Args:
         drafter: whose heads are used.
@@ -24,11 +24,7 @@ def losses(drafter: Drafter, hidden: Tensor, anchors: Tensor, wanted: Tensor) ->
     if drafter.method == "dspark":
         embedded = drafter.markov_head["markov_w1"](previous)
         logits = base + drafter.markov_head["markov_w2"](embedded)
-        right = (logits.argmax(-1) == wanted).float()
-        seen = torch.cat((hidden, embedded), dim=-1).detach()
-        confidence = drafter.confidence_head["proj"](seen).squeeze(-1)
-        extra = F.binary_cross_entropy_with_logits(confidence, right)
-        return _weighted(logits, wanted) + 0.1 * extra
+        return _weighted(logits, wanted)
     candidates = base.topk(drafter.config["dflash_config"]["selector_top_k"], dim=-1)
     scores = _edges(drafter, candidates.indices, candidates.values, hidden, previous)
     hits = candidates.indices == wanted.unsqueeze(-1)
@@ -38,6 +34,21 @@ def losses(drafter: Drafter, hidden: Tensor, anchors: Tensor, wanted: Tensor) ->
         * POSITION_WEIGHTS.expand(known.shape)[known]
     )
     return _weighted(base, wanted) + chosen.sum() / max(1, known.sum())
+
+
+def confidence_logits(drafter: Drafter, hidden: Tensor, previous: Tensor) -> Tensor:
+    """How sure DSpark is of each draft, if the tokens ``previous`` before them are accepted.
+
+    Args:
+        drafter: of method ``dspark``.
+        hidden: as in `losses`.
+        previous: int64 [blocks, DRAFTS].
+
+    Returns:
+        float [blocks, DRAFTS]; its sigmoid is a probability.
+    """
+    embedded = drafter.markov_head["markov_w1"](previous)
+    return drafter.confidence_head["proj"](torch.cat((hidden, embedded), dim=-1)).squeeze(-1)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from tiny_dsa.model import DENSE, SPARSE, WARM
 
 SHAPE = TinyDsa(layers=4, leaders=2, index_topk=64, max_model_len=16384)
 LEADERS = SHAPE.leader_layers
+SEED = 0
 
 
 def target_config() -> dict[str, Any]:
@@ -46,6 +47,7 @@ class Stage:
     last_rate: float
 
 
+MAIN_STAGE = 1  # where the model learns most of what it knows
 STAGES = (
     Stage(DENSE, 256, 16, 30, 1e-4, 3e-3),
     Stage(DENSE, 256, 16, 370, 3e-3, 2.4e-3),

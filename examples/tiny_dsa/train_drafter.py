@@ -4,31 +4,32 @@ cd examples && python -m tiny_dsa.train_drafter TARGET_DIRECTORY RUN_DIRECTORY -
 """
 
 import argparse
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
-from tiny_dsa.checkpoint import read_target
-from tiny_dsa.corpus import GENERATED, PROMPT, TASKS, Corpus, generate
+from tiny_dsa.acceptance import HELD_BACK, judge, proposed, verify
+from tiny_dsa.checkpoint import read_target, write_drafter
+from tiny_dsa.corpus import GENERATED, PROMPT, Corpus, generate
 from tiny_dsa.data import Source, text_pieces
 from tiny_dsa.drafter import DRAFTS, METHODS, Drafter
 from tiny_dsa.model import DsaModel
-from tiny_dsa.propose import losses, propose
-from tiny_dsa.train import CHECKPOINT_SECONDS, SEED, forget_lines_after, make_optimizer
+from tiny_dsa.propose import confidence_logits, losses
+from tiny_dsa.run import Run
+from tiny_dsa.settings import SEED
 
-SEQUENCES = {"train": 512, "held": 64}
+# Drafts that the confidence head learns from must not be learned by heart.
+SEQUENCES = {"train": 2048, "confidence": 256, "held": HELD_BACK}
 STEPS = 1000
 BATCH, BLOCKS = 16, 16
 RATE = 2e-3
 WARM_UP = 50
-LOG_STEPS = 50
+LOG_STEPS, MEASURED_STEPS = 50, 300
 
 
 class DrafterTraining:
@@ -36,7 +37,7 @@ class DrafterTraining:
 
     Args:
         target: the model to draft for.
-        corpora: what it generated, by part: ``train`` and ``held``.
+        corpora: what it generated, by part: ``train``, ``confidence`` and ``held``.
         directory: of the run; made when missing.
         method: one of ``METHODS``.
     """
@@ -44,71 +45,31 @@ class DrafterTraining:
     def __init__(
         self, target: DsaModel, corpora: Mapping[str, Corpus], directory: Path, method: str
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(SEED)
-        self.directory, self.corpora = directory, corpora
+        self.corpora = corpora
         self.drafter = Drafter(method, target)
-        self.optimizer = make_optimizer(self.drafter)
-        self.step = 0
-        if self._path.exists():
-            state = torch.load(self._path, weights_only=True)
-            self.drafter.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
-        forget_lines_after(self.directory / "log.jsonl", self.step)
+        self.state = Run(directory, self.drafter)
 
     def run(self, steps: int = STEPS) -> None:
         """Train to the given step."""
-        saved = time.monotonic()
-        while self.step < steps:
-            loss = self._train(steps)
-            self.step += 1
-            if self.step % LOG_STEPS == 0 or self.step == steps:
-                self._log(loss, measured=self.step % 300 == 0 or self.step == steps)
-            if time.monotonic() - saved > CHECKPOINT_SECONDS:
-                self.save()
-                saved = time.monotonic()
-        self.save()
+        for step in self.state.until(steps):
+            loss = self._train(step, steps)
+            done, is_last = step + 1, step + 1 == steps
+            if done % LOG_STEPS == 0 or is_last:
+                entry: dict[str, Any] = {"loss": loss}
+                if done % MEASURED_STEPS == 0 or is_last:
+                    entry |= verify(self.drafter, self.corpora["held"]).summary()
+                self.state.log(done, entry)
 
-    def save(self) -> None:
-        """Write the checkpoint; an interrupted write leaves the last one whole."""
-        state = {
-            "model": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-        }
-        part = self._path.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(self._path)
-
-    @property
-    def _path(self) -> Path:
-        return self.directory / "state.pt"
-
-    def _train(self, steps: int) -> float:
-        generator = torch.Generator().manual_seed(SEED * 1_000_003 + self.step)
+    def _train(self, step: int, steps: int) -> float:
+        generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
         corpus = self.corpora["train"]
         rows = torch.randint(len(corpus), (BATCH,), generator=generator)
         last = PROMPT + GENERATED - DRAFTS
         anchors = torch.randint(PROMPT, last, (BATCH, BLOCKS), generator=generator)
         loss = block_loss(self.drafter, corpus.features[rows], corpus.tokens[rows], anchors)
-        rate = RATE * min(1, (self.step + 1) / WARM_UP) * (1 - self.step / steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
-        self.optimizer.step()
+        self.state.update(loss, RATE * min(1, (step + 1) / WARM_UP) * (1 - step / steps))
         return loss.item()
-
-    def _log(self, loss: float, measured: bool) -> None:
-        entry: dict[str, Any] = {"step": self.step, "loss": round(loss, 4)}
-        entry["cpu_seconds"] = round(time.process_time(), 1)
-        if measured:
-            entry |= accepted_lengths(self.drafter, self.corpora["held"])
-        with (self.directory / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(json.dumps(entry), flush=True)
 
 
 def block_loss(drafter: Drafter, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
@@ -124,44 +85,34 @@ def block_loss(drafter: Drafter, features: Tensor, tokens: Tensor, anchors: Tens
     )
 
 
-@torch.no_grad()
-def accepted_lengths(drafter: Drafter, corpus: Corpus) -> dict[str, float]:
-    """Mean tokens of a verification step by task: accepted drafts and the bonus token.
+def fit_confidence(drafter: Drafter, corpus: Corpus) -> None:
+    """Fit DSpark's confidence head, as it stands, to the drafts accepted in a corpus.
 
-    Each sequence is walked as greedy speculation walks it: a step accepts the drafts up to
-    the first that the target would not generate, then the target adds a token of its own.
+    Args:
+        drafter: of method ``dspark``, trained on another corpus.
+        corpus: to draft for. Only drafts count whose predecessors were all accepted.
     """
-    anchors = torch.arange(PROMPT, PROMPT + GENERATED - DRAFTS)
-    steps, gained = [0] * len(TASKS), [0] * len(TASKS)
+    hidden, previous, right = [], [], []
     for number in range(len(corpus)):
-        tokens = corpus.tokens[number]
-        hidden = drafter(corpus.features[number, None], anchors[None], tokens[anchors][None])
-        drafts = propose(drafter, hidden[0], tokens[anchors])
-        wanted = tokens[anchors.unsqueeze(-1) + torch.arange(1, DRAFTS + 1)]
-        accepted = (drafts == wanted).long().cumprod(-1).sum(-1)
-        task, place = int(corpus.tasks[number]), 0
-        while place < len(anchors):
-            steps[task] += 1
-            gained[task] += int(accepted[place]) + 1
-            place += int(accepted[place]) + 1
-    result = {f"accepted_{t}": gained[i] / max(1, steps[i]) for i, t in enumerate(TASKS)}
-    return result | {"accepted": sum(gained) / sum(steps)}
+        found = proposed(drafter, corpus, number)
+        judged, accepted = judge(found.accepted)
+        hidden.append(found.hidden[judged])
+        previous.append(found.previous[judged])
+        right.append(accepted[judged].float())
+    seen, before, wanted = torch.cat(hidden), torch.cat(previous), torch.cat(right)
+    head = drafter.confidence_head["proj"]
+    for weight in head.parameters():
+        nn.init.zeros_(weight)
+    optimizer = torch.optim.LBFGS(head.parameters(), max_iter=100, line_search_fn="strong_wolfe")
 
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        logits = confidence_logits(drafter, seen, before)
+        total = F.binary_cross_entropy_with_logits(logits, wanted)
+        total.backward()
+        return total
 
-def write_drafter(drafter: Drafter, directory: Path) -> None:
-    """Write config and weights (float32) in the form that vLLM loads."""
-    directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(drafter.config, indent=2) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
-    weights = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
-    (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
-
-
-def read_drafter(method: str, target: DsaModel, directory: Path) -> Drafter:
-    """The drafter of a folder that `write_drafter` wrote."""
-    drafter = Drafter(method, target)
-    drafter.load_state_dict(load_file(directory / "model.safetensors"))
-    return drafter.eval()
+    optimizer.step(loss)
 
 
 def make_corpora(target: DsaModel, tokenizer: Tokenizer, path: Path) -> dict[str, Corpus]:
@@ -170,9 +121,11 @@ def make_corpora(target: DsaModel, tokenizer: Tokenizer, path: Path) -> dict[str
         return {k: Corpus(*v) for k, v in torch.load(path, weights_only=True).items()}
     corpora = {}
     taps = Drafter(METHODS[0], target).taps
-    for part, pieces in zip(SEQUENCES, text_pieces(), strict=True):
-        source = Source(tokenizer, pieces, SEED)
-        corpora[part] = generate(target, source, SEQUENCES[part], taps, SEED)
+    trained, held = text_pieces()
+    for part, sequences in SEQUENCES.items():
+        seed = SEED + (part == "confidence")
+        source = Source(tokenizer, held if part == "held" else trained, seed)
+        corpora[part] = generate(target, source, sequences, taps, seed)
         print(f"generated {part}", flush=True)
     torch.save({k: (c.tokens, c.features, c.tasks) for k, c in corpora.items()}, path)
     return corpora
@@ -192,6 +145,8 @@ def main() -> None:
     corpora = make_corpora(target, tokenizer, options.directory.parent / "corpora.pt")
     training = DrafterTraining(target, corpora, options.directory, options.method)
     training.run(options.steps)
+    if options.method == "dspark":
+        fit_confidence(training.drafter, corpora["confidence"])
     write_drafter(training.drafter, options.directory / "checkpoint")
 
 

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from tiny_dsa.acceptance import Verified, calibration, judge, reliability, verify
+from tiny_dsa.checkpoint import read_drafter, write_drafter
 from tiny_dsa.corpus import GENERATED, PROMPT, TASKS, Corpus, generate
 from tiny_dsa.data import Source, make_tokenizer, text_pieces
 from tiny_dsa.drafter import DRAFTS, METHODS, Drafter, _attend, drafter_config
@@ -12,12 +14,7 @@ from tiny_dsa.initial import initialise
 from tiny_dsa.model import SPARSE, DsaModel
 from tiny_dsa.propose import _edges, losses, propose
 from tiny_dsa.settings import LEADERS, target_config
-from tiny_dsa.train_drafter import (
-    DrafterTraining,
-    accepted_lengths,
-    read_drafter,
-    write_drafter,
-)
+from tiny_dsa.train_drafter import DrafterTraining, fit_confidence
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 from vllm.model_executor.models.qwen3_dflash2 import _grouped_conv, _score_edges
@@ -184,9 +181,45 @@ def test_a_drafter_that_is_always_right_is_accepted_whole(drafter, monkeypatch):
         return propose_some
 
     for count in (0, 3, DRAFTS):
-        monkeypatch.setattr("tiny_dsa.train_drafter.propose", right_for(count))
-        result = accepted_lengths(drafter, corpus)
-        assert result["accepted_copy"] == result["accepted"] == count + 1
+        monkeypatch.setattr("tiny_dsa.acceptance.propose", right_for(count))
+        verified = verify(drafter, corpus)
+        assert len(verified.tasks) == -(-(GENERATED - DRAFTS) // (count + 1))
+        assert verified.mean_accepted() == verified.mean_accepted("copy") == count
+        assert verified.survival() == [1.0] * count + [0.0] * (DRAFTS - count)
+
+
+def test_a_draft_is_judged_where_all_before_it_were_accepted():
+    judged, right = judge(torch.tensor([0, 2, DRAFTS]))
+    assert judged.sum(1).tolist() == [1, 3, DRAFTS]
+    assert right.sum(1).tolist() == [0, 2, DRAFTS]
+    assert not (right & ~judged).any()
+
+
+def test_reliability_compares_what_is_said_with_what_is_found():
+    said = torch.tensor([0.5, 0.7, 0.9, 0.9, 0.1])
+    right = torch.tensor([True, False, True, True, True])
+    judged = torch.tensor([True, True, True, True, False])
+    found = reliability(said, right, judged, torch.tensor([0, 0, 2, 2, 1]))
+    assert found.drafts.tolist() == [2, 0, 2]
+    assert [line["said"] for line in found.table()] == pytest.approx([0.6, 0.9])
+    assert [line["found"] for line in found.table()] == [0.5, 1.0]
+    assert found.error() == pytest.approx(0.1)  # 0.1 in both groups
+
+
+def test_calibration_of_a_head_that_knows_its_chances():
+    torch.manual_seed(0)
+    chance = torch.rand(4000, DRAFTS)
+    accepted = (torch.rand(4000, DRAFTS) < chance).long().cumprod(-1).sum(-1)
+    verified = Verified(torch.zeros(4000, dtype=torch.long), accepted, chance)
+    found = calibration(verified)
+    assert found["expected_calibration_error"] < 0.03
+    assert found["predicted_survival"] == pytest.approx(verified.survival(), abs=0.03)
+    assert [line["drafts"] for line in found["by_position"]][:2] == [4000, (accepted > 0).sum()]
+    verified.confidence = chance.sqrt()
+    assert calibration(verified)["expected_calibration_error"] > 0.1
+    verified.confidence = None
+    with pytest.raises(ValueError, match="only DSpark"):
+        calibration(verified)
 
 
 def surprise(drafter, corpus):
@@ -214,10 +247,11 @@ def test_training_makes_right_drafts_likelier_and_resumes(one_thread, target, tm
     for method in METHODS:
         whole = DrafterTraining(target, corpora, tmp_path / method, method)
         before = surprise(whole.drafter, held)
-        whole._train(8)
-        whole.step += 1
-        whole.save()
+        whole._train(0, 8)
+        whole.state.step += 1
+        whole.state.save()
         resumed = DrafterTraining(target, corpora, tmp_path / method, method)
+        assert resumed.state.step == 1
         resumed.run(8)
         whole.run(8)
         for (name, one), other in zip(
@@ -227,6 +261,21 @@ def test_training_makes_right_drafts_likelier_and_resumes(one_thread, target, tm
         assert surprise(whole.drafter, held) < before
         log = (tmp_path / method / "log.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in log] == [8, 8]  # of both runs
+
+
+def test_the_confidence_head_is_fitted_to_what_is_accepted(target):
+    torch.manual_seed(0)
+    drafter = Drafter("dspark", target)
+    source = Source(make_tokenizer(), text_pieces()[1], 0)
+    corpus = generate(target, source, 64, drafter.taps, seed=0)
+    for weight in drafter.confidence_head.parameters():
+        torch.nn.init.normal_(weight)
+    before = {name: weight.clone() for name, weight in drafter.state_dict().items()}
+    assert calibration(verify(drafter, corpus))["expected_calibration_error"] > 0.1
+    fit_confidence(drafter, corpus)
+    assert calibration(verify(drafter, corpus))["expected_calibration_error"] < 0.05
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(weight, before[name]) == (not name.startswith("confidence")), name
 
 
 def test_checkpoint_holds_what_vllm_loads(drafter, target, tmp_path):

@@ -194,7 +194,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(one_thread, tmp_path):
     stopped.stages = stages(10)[:1]
     stopped.run()
     resumed = Training(tmp_path / "stopped", stages(10))
-    assert resumed.step == 10
+    assert resumed.state.step == 10
     resumed.run()
     for (name, one), other in zip(
         whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
@@ -210,6 +210,16 @@ def test_where_training_starts_recalls_only_with_its_selection(source):
     initialise(model, seed=0)
     assert recall(model, source, SPARSE, 512, 1, needles=16) > 0.5
     assert recall(model, source, SHUFFLED, 512, 1, needles=16) < 0.4
+
+
+def test_plain_weights_hold_no_circuit(source):
+    model = DsaModel(target_config(), LEADERS)
+    initialise(model, seed=0, plain=True)
+    assert recall(model, source, DENSE, 512, 1, needles=16) < 0.2
+    again = DsaModel(target_config(), LEADERS)
+    initialise(again, seed=0, plain=True)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_locality_figures():
