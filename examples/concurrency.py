@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import figure_files
+from figure_files import write_model
 from load_step import prompt
-from load_step_report import has_matplotlib
 
 RESIDENCIES = ("resident", "adaptive")
 SAMPLED_STEPS = 4
@@ -199,26 +200,11 @@ def compare(model: Path, load: Load) -> dict[str, Result]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; wrong ones end the program before anything starts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
-    parser.add_argument("--figure", type=Path, metavar="FILE.png", help="needs matplotlib")
-    parser.add_argument("--model", type=Path, default=Path(".cache/concurrency/model"))
+    figure_files.add_options(parser, ".cache/concurrency/model")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     for name, default in asdict(Load()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
-    options = parser.parse_args(arguments)
-    for target in (options.json, options.figure):
-        if target and not target.absolute().parent.is_dir():
-            parser.error(f"no folder for {target}")
-    if options.figure and not has_matplotlib():
-        parser.error("--figure needs matplotlib, which is not installed: pip install matplotlib")
-    return options
-
-
-def write_model(target: Path, load: Load) -> None:
-    """Write the tiny model with the load's shape."""
-    generator = Path(__file__).with_name("make_tiny_dsa.py")
-    shape = ["--layers", str(load.layers), "--leaders", str(load.leaders)]
-    subprocess.run([sys.executable, str(generator), str(target), *shape], check=True)
+    return figure_files.parse(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -230,21 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps(asdict(found)))
         return
     load = Load(**{name: getattr(options, name) for name in asdict(Load())})
-    write_model(options.model, load)
+    write_model(options.model, load.layers, load.leaders)
     results = compare(options.model, load)
     print(f"\n{table(results)}\n\n{verdict(results)}")
-    if options.json:
-        figures: dict[str, Any] = {"load": asdict(load)}
-        figures |= {residency: asdict(found) for residency, found in results.items()}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if options.figure:
-        draw(results, options.figure)
-    if len({found.outputs_sha256 for found in results.values()}) > 1:
-        raise SystemExit("error: the output tokens differ between residencies")
+    figures: dict[str, Any] = {"load": asdict(load)}
+    figures |= {residency: asdict(found) for residency, found in results.items()}
+    figure_files.finish(options, results, figures, draw)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    figure_files.run(main)

@@ -17,7 +17,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from load_step_report import Phase, Result, bars, draw, has_matplotlib, table, verdict
+import figure_files
+from figure_files import write_model
+from load_step_report import Phase, Result, bars, draw, table, verdict
 from openai import AsyncOpenAI, OpenAIError
 from quickstart import MODEL, READY_SECONDS, choose_port, decoded, read_metrics, total
 
@@ -252,42 +253,24 @@ def failure(residency: str, error: Exception, log: Path) -> SystemExit:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; wrong ones end the program before anything starts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
-    parser.add_argument("--figure", type=Path, metavar="FILE.png", help="needs matplotlib")
+    figure_files.add_options(parser, ".cache/load_step/model")
     parser.add_argument("--residency", choices=RESIDENCIES, action="append", help="default: all")
-    parser.add_argument("--model", type=Path, default=Path(".cache/load_step/model"))
-    options = parser.parse_args(arguments)
-    for target in (options.json, options.figure):
-        if target and not target.absolute().parent.is_dir():
-            parser.error(f"no folder for {target}")
-    if options.figure and not has_matplotlib():
-        parser.error("--figure needs matplotlib, which is not installed: pip install matplotlib")
-    return options
+    return figure_files.parse(parser, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     options = parse(arguments)
-    generator = Path(__file__).with_name("make_tiny_dsa.py")
-    shape = ["--layers", "8", "--leaders", "2"]
-    subprocess.run([sys.executable, str(generator), str(options.model), *shape], check=True)
+    write_model(options.model, layers=8, leaders=2)
     results = {}
     for residency in options.residency or RESIDENCIES:
         print(f"residency {residency} ...", flush=True)
         log = options.model.parent / f"{residency}.log"
         results[residency] = measure(residency, options.model, log)
     print(f"\n{table(results)}\n\n{bars(results)}\n\n{verdict(results)}")
-    if options.json:
-        figures = {residency: result.to_json() for residency, result in results.items()}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if options.figure:
-        draw(results, options.figure)
-    if len({result.outputs_sha256 for result in results.values()}) > 1:
-        raise SystemExit("error: the output tokens differ between residencies")
+    figures = {residency: result.to_json() for residency, result in results.items()}
+    figure_files.finish(options, results, figures, draw)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    figure_files.run(main)

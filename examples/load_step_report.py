@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +74,6 @@ def verdict(results: Mapping[str, Result]) -> str:
             share = f"{adaptive / fixed:.1%} of" if fixed else "and"
             lines.append(f"fetch ratio of adaptive in {name}: {adaptive}, {share} fixed's {fixed}")
     return "\n".join(lines)
-
-
-def has_matplotlib() -> bool:
-    """Return whether ``draw`` can work."""
-    return find_spec("matplotlib") is not None
 
 
 def draw(results: Mapping[str, Result], target: Path) -> None:

@@ -185,12 +185,22 @@ def calibration(verified: Verified) -> dict[str, Any]:
     }
 
 
+def rounded(figures: Any) -> Any:
+    """Figures with four decimals, whatever holds them."""
+    if isinstance(figures, dict):
+        return {name: rounded(each) for name, each in figures.items()}
+    if isinstance(figures, list):
+        return [rounded(each) for each in figures]
+    return round(figures, 4) if isinstance(figures, float) else figures
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target", type=Path)
     parser.add_argument("drafter", type=Path)
     parser.add_argument("--method", choices=METHODS, required=True)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
     options = parser.parse_args()
     target = read_target(options.target).requires_grad_(False)
     drafter = read_drafter(options.method, target, options.drafter)
@@ -200,7 +210,10 @@ def main() -> None:
     result = verified.summary() | {"survival": verified.survival()}
     if verified.confidence is not None:
         result |= calibration(verified)
-    print(json.dumps(result, indent=2))
+    text = json.dumps(rounded(result), indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

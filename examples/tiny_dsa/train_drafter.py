@@ -25,7 +25,7 @@ from tiny_dsa.settings import SEED
 
 # Drafts that the confidence head learns from must not be learned by heart.
 SEQUENCES = {"train": 2048, "confidence": 256, "held": HELD_BACK}
-STEPS = 1000
+STEPS = 2400
 BATCH, BLOCKS = 16, 16
 RATE = 2e-3
 WARM_UP = 50

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import figure_files
 import load_step
 import pytest
 from interrupts import heed_interrupts
@@ -74,7 +75,7 @@ def test_the_figure_is_an_image(tmp_path):
 
 
 def test_a_figure_without_matplotlib_is_refused_at_once(monkeypatch, capsys):
-    monkeypatch.setattr(load_step, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(figure_files, "has_matplotlib", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         load_step.parse(["--figure", "figure.png"])
     assert "--figure needs matplotlib, which is not installed" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from make_tiny_drafter import TinyDrafter, main, write
+from make_tiny_drafter import TinyDrafter, write
 from safetensors.torch import load_file
 
 
@@ -16,15 +16,15 @@ def test_equal_settings_give_equal_bytes(tiny_dsa, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "layer_types"),
+    ("settings", "layer_types"),
     [
-        (["--window", "40"], ["sliding_attention"] * 2),
-        (["--window", "0"], ["full_attention"] * 2),
-        (["--full-layers", "1"], ["sliding_attention", "full_attention"]),
+        ({"window": 40}, ["sliding_attention"] * 2),
+        ({"window": 0}, ["full_attention"] * 2),
+        ({"full_layers": 1}, ["sliding_attention", "full_attention"]),
     ],
 )
-def test_layers_have_the_windows_asked_for(tiny_dsa, tmp_path, options, layer_types):
-    main([str(tiny_dsa(layers=2, leaders=1)), str(tmp_path), "--method", "dspark", *options])
+def test_layers_have_the_windows_asked_for(tiny_dsa, tmp_path, settings, layer_types):
+    write(TinyDrafter("dspark", **settings), tiny_dsa(layers=2, leaders=1), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["layer_types"] == layer_types
     assert config["architectures"] == ["Qwen3DSparkModel"]
@@ -41,15 +41,14 @@ def test_heads_know_which_token_follows_which(tiny_dsa, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("settings", "message"),
     [
-        (["--method", "eagle"], "method must be one of dflash, dflash2, dspark"),
-        (["--window", "-1"], "window must be at least 0"),
-        (["--full-layers", "3"], "full_layers must be between 0 and layers"),
-        (["--layers", "0"], "layers must be at least 1"),
+        ({"method": "eagle"}, "method must be one of dflash, dflash2, dspark"),
+        ({"window": -1}, "window must be at least 0"),
+        ({"full_layers": 3}, "full_layers must be between 0 and layers"),
+        ({"layers": 0}, "layers must be at least 1"),
     ],
 )
-def test_bad_settings(tmp_path, capsys, options, message):
-    with pytest.raises(SystemExit):
-        main([str(tmp_path), str(tmp_path), *options])
-    assert message in capsys.readouterr().err
+def test_bad_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TinyDrafter(**settings)

@@ -1,15 +1,12 @@
-"""Write a tiny drafter for a tiny DSA model: DFlash, DFlash2 or DSpark in about 1 MB.
+"""Tiny drafters for the models of make_tiny_dsa.py: DFlash, DFlash2 or DSpark in about 1 MB.
 
-    python examples/make_tiny_drafter.py TARGET DIRECTORY --method dspark --window 128
-
-TARGET is a folder of make_tiny_dsa.py. DFlash2 and DSpark are often right about a target of
+DFlash2 and DSpark are often right about a target of
 low context_gain: both know which token follows which. What the drafter's layers add decides
 some of its guesses, so a wrong row of draft KV changes drafts.
 """
 
-import argparse
 import json
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,29 +132,3 @@ def make_config(settings: TinyDrafter, target: dict[str, Any]) -> dict[str, Any]
             "target_layer_ids": tapped,
         }
     return config
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: the settings of `TinyDrafter` as options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("directory", type=Path)
-    for field in fields(TinyDrafter):
-        assert field.default is not MISSING
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=type(field.default),
-            default=field.default,
-            help=f"default: {field.default}",
-        )
-    options = vars(parser.parse_args(arguments))
-    target, directory = options.pop("target"), options.pop("directory")
-    try:
-        settings = TinyDrafter(**options)
-    except ValueError as error:
-        parser.error(str(error))
-    write(settings, target, directory)
-
-
-if __name__ == "__main__":
-    main()
