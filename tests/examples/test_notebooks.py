@@ -1,7 +1,6 @@
 """The notebooks as they are committed: executed, without a fault, labelled, and still true.
 
-Those of the simulator are executed again and must print the same. The quickstart's calls of
-an engine are what `tests/integration` makes.
+They are executed again and must print the same.
 """
 
 import ast
@@ -58,7 +57,7 @@ def test_it_names_no_place_of_this_machine(name):
     assert not re.search(r"/(work|home|root|tmp|usr)/", text)
 
 
-@pytest.mark.parametrize("name", [file.name for file in NOTEBOOKS[1:]])
+@pytest.mark.parametrize("name", [file.name for file in NOTEBOOKS])
 def test_it_is_still_true(name):
     notebook = read(name)
     before = printed(notebook)

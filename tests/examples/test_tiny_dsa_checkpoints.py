@@ -1,11 +1,13 @@
 """The trained checkpoints: their headline figures on a small sample."""
 
+import json
 from pathlib import Path
 
 import pytest
 import tiny_dsa
 import torch
-from tiny_dsa.acceptance import calibration, verify
+from tiny_dsa import settings
+from tiny_dsa.acceptance import HELD_BACK, calibration, verify
 from tiny_dsa.checkpoint import read_drafter, read_target
 from tiny_dsa.corpus import generate
 from tiny_dsa.data import RECALL, Source, text_pieces
@@ -34,9 +36,9 @@ def source():
 @pytest.fixture(scope="module")
 def continuations(target):
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    held = Source(tokenizer, text_pieces()[1], SEED)
+    held = Source(tokenizer, text_pieces()[1], settings.SEED)
     taps = read_drafter(METHODS[0], target, FOLDER / METHODS[0]).taps
-    return generate(target, held, 64, taps, seed=SEED)
+    return generate(target, held, HELD_BACK, taps, settings.SEED)
 
 
 def test_recall_at_4096_tokens_needs_the_selection(target, source):
@@ -60,6 +62,8 @@ def test_transformers_recalls_the_same(target, source):
 def test_the_target_accepts_drafts(target, continuations, method):
     drafter = read_drafter(method, target, FOLDER / method)
     verified = verify(drafter, continuations)
+    recorded = json.loads((FOLDER / method / "acceptance.json").read_text())
+    assert verified.survival() == pytest.approx(recorded["survival"], abs=0.02)
     assert verified.mean_accepted() + 1 >= 2.0  # as vLLM counts: with the target's own token
     if method == "dspark":
         assert calibration(verified)["expected_calibration_error"] < 0.1
