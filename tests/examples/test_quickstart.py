@@ -31,7 +31,7 @@ def start(*options):
 
 def servers(port):
     """Command lines of processes that serve on a port."""
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    lines = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True).stdout
     return [line for line in lines.splitlines() if f"--port {port} " in line]
 
 
