@@ -12,4 +12,5 @@ export PYTHONPATH="$folder" VLLM_DHISPARSE_ALLOW_UNTESTED=1 VLLM_033="$folder"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 pytest -q tests/integration/test_kv_groups.py tests/integration/test_kv_spec.py \
     tests/integration/test_seams.py tests/integration/test_cuda_path.py \
-    tests/integration/test_manager.py tests/integration/test_block_source.py
+    tests/integration/test_manager.py tests/integration/test_block_source.py \
+    tests/integration/test_draft_lengths.py tests/integration/test_verification_price.py
