@@ -35,7 +35,11 @@ def engine_config(setup, cache_dtype, residency, num_layers, whole_graphs=False)
             static_forward_context={},
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: whole_graphs),
         ),
-        speculative_config=SimpleNamespace(num_speculative_tokens=setup.num_drafts, method="ngram"),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=setup.num_drafts,
+            method="ngram",
+            enable_adaptive_verification=True,  # the link is measured
+        ),
         kv_transfer_config=SimpleNamespace(
             kv_connector="DHiSparseConnector",
             kv_connector_extra_config={HOST_PAGES: setup.num_pages},
