@@ -37,7 +37,7 @@ class DrafterTraining:
 
     Args:
         target: the model to draft for.
-        corpora: what it generated, by part: ``train``, ``confidence`` and ``held``.
+        corpora: what it generated, by part: ``train`` and ``held``.
         directory: of the run; made when missing.
         method: one of ``METHODS``.
     """

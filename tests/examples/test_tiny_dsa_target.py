@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_dsa.checkpoint import read_target, write_target
 from tiny_dsa.data import (
+    BOS_ID,
     FIRST_NAME,
     FIRST_NUMBER,
     RECALL,
@@ -21,8 +22,10 @@ from tiny_dsa.decode import Reader, greedy
 from tiny_dsa.evaluate import adjacent_overlap, lru_misses, recall
 from tiny_dsa.initial import initialise
 from tiny_dsa.model import DENSE, SHUFFLED, SPARSE, WARM, DsaModel, _Group
+from tiny_dsa.questions import CHECKPOINTS, questions
 from tiny_dsa.settings import LEADERS, Stage, target_config
 from tiny_dsa.train import Training
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers_oracle import TransformersOracle
 
@@ -143,6 +146,22 @@ def test_questions_lie_at_every_depth(source):
     depths = [int(np.flatnonzero(row.tokens == row.tokens[i - 1])[0]) for i in asked]
     assert sorted(d // 50 for d in depths)[:: len(depths) - 1] == [0, 18]
     assert len(set(depths)) == 20
+
+
+def test_a_question_has_its_answer_where_it_says():
+    tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "target" / "tokenizer.json"))
+    asked = questions(6, 900)
+    assert len({question.name for question in asked}) > 3
+    assert asked == questions(6, 900)
+    for question in asked:
+        assert question.prompt.endswith(question.name)
+        tokens = tokenizer.encode(question.prompt).ids
+        assert tokens[0] == BOS_ID
+        assert 880 < len(tokens) <= 900
+        place = tokens.index(tokens[-1])
+        assert tokenizer.decode(tokens[place : place + 2]) == question.name + question.answer
+        # Pieces of text, written and read again, may join at their ends.
+        assert abs(len(tokens) - 1 - place - question.distance) < 20
 
 
 def test_held_back_text_is_not_trained_on(tokenizer):
