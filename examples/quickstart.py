@@ -99,9 +99,8 @@ async def ask(port: int, count: int, target: str | None = None) -> None:
         is_right = text.startswith(question.answer)
         right += is_right
         print(
-            f"  request {number}: {tokens[0]} + {tokens[1]} tokens; {question.distance} tokens "
-            f"after{question.name}{question.answer}:{question.name}{text[:3]!r} "
-            + ("right" if is_right else "WRONG")
+            f"  request {number}: {tokens[0]:,} + {tokens[1]} tokens;{question.name}?{text[:3]}"
+            f" ({'right' if is_right else 'WRONG'}, {question.distance:,} tokens back)"
         )
     output_tokens = sum(answer[2] for answer in answers)
     report = report_rows(samples) | {
