@@ -12,6 +12,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> list[int]:
+    """Return whole numbers of at least 1, with commas between."""
+    return [count(part) for part in text.split(",")]
+
+
 def size(text: str) -> float:
     """Return a finite number above 0."""
     try:

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from workloads import TRACES
@@ -37,6 +38,21 @@ def test_simulate_writes_all_it_found(workload, tmp_path, capsys):
     again = tmp_path / "again.json"
     assert main(["simulate", *options, "--out", str(again)]) == 0
     assert json.loads(again.read_text())["policies"] == document["policies"]
+
+
+def test_a_sweep_does_the_steps_of_its_workload_at_every_concurrency(workload, tmp_path, capsys):
+    """So what it costs is bounded by design; the seconds of this machine are in its last line."""
+    out = tmp_path / "sweep.json"
+    options = ["--workload", workload, "--policy", "fixed,adaptive", "--out", str(out)]
+    assert main(["simulate", *options, "--concurrency", "8,64,128"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"360 steps, simulated in \d+\.\d s", last), last
+    found = json.loads(out.read_text())["policies"]
+    assert {name: phase["running"] for name, (phase, _) in found.items()} == {
+        f"{policy}, {number}": number / 8
+        for policy in ("fixed", "adaptive")
+        for number in (8, 64, 128)
+    }
 
 
 def test_simulate_takes_recorded_traces(workload, capsys):
@@ -89,7 +105,7 @@ def test_wrong_options_are_refused_with_a_reason(options, message, capsys):
     ("options", "message"),
     [
         (["--context", "0"], "--context: '0' is not a whole number above 0"),
-        (["--concurrency", "1.5"], "--concurrency: '1.5' is not a whole number"),
+        (["--concurrency", "8,1.5"], "--concurrency: '1.5' is not a whole number"),
         (["--kv-gb", "-1"], "--kv-gb: '-1' is not a number above 0"),
         (["--host-gb", "nan"], "--host-gb: 'nan' is not a number above 0"),
         (["--host-gb", "much"], "'much' is not a number"),

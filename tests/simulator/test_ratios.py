@@ -119,15 +119,33 @@ def test_a_faster_link_gains_less():
     assert gain("gb200-c2c") < gain("b200-pcie")
 
 
+def both_fidelities(variant, concurrency):
+    found = {}
+    for fidelity in ("rows", "fluid"):
+        base = settings(fidelity=fidelity, fluid_top_k=160)
+        found[fidelity] = steady(base, variant, concurrency, steps=600)
+    rows, fluid = found["rows"], found["fluid"]
+    print(f"\n{variant.policy}, {concurrency}: {rows.fetch_ratio:.2%} {fluid.fetch_ratio:.2%}")
+    return rows, fluid
+
+
+@pytest.mark.parametrize("concurrency", [48, 64, 96, 128, 160, 200])
+def test_where_little_is_fetched_curves_say_less_than_rows(concurrency):
+    rows, fluid = both_fidelities(ADAPTIVE, concurrency)
+    assert rows.fetch_ratio < 0.015
+    assert rows.fetch_ratio / 4 <= fluid.fetch_ratio <= rows.fetch_ratio
+    assert rows.fetch_ratio - fluid.fetch_ratio < 0.005
+    assert fluid.output_tokens_per_s == pytest.approx(rows.output_tokens_per_s, rel=0.01)
+
+
 def test_rows_and_curves_agree():
-    """To a tenth where fetching matters. Near nothing the curves are too good: a percent."""
-    for variant, concurrency in ((HISPARSE, 128), (HISPARSE, 320), (ADAPTIVE, 320)):
-        found = {}
-        for fidelity in ("rows", "fluid"):
-            base = settings(fidelity=fidelity, fluid_top_k=160)
-            found[fidelity] = steady(base, variant, concurrency, steps=600)
-        rows, fluid = found["rows"], found["fluid"]
-        print(f"\n{variant.policy}, {concurrency}: {rows.fetch_ratio:.2%} {fluid.fetch_ratio:.2%}")
+    for variant, concurrency in (
+        (HISPARSE, 128),
+        (HISPARSE, 320),
+        (ADAPTIVE, 320),
+        (ADAPTIVE, 400),
+    ):
+        rows, fluid = both_fidelities(variant, concurrency)
         assert fluid.fetch_ratio == pytest.approx(rows.fetch_ratio, rel=0.1)
         assert fluid.output_tokens_per_s == pytest.approx(rows.output_tokens_per_s, rel=0.1)
 

@@ -91,16 +91,21 @@ def _line(stream: Stream, held_whole: int, rows: Floats, keeps_written: bool) ->
     """Missing share by rows held, of the rows before the newest ``held_whole``."""
     steps, k = stream.positions.shape
     leaving = stream.context + np.arange(steps) + 1 - UNIT_ROWS  # the newest row outside the tail
-    end = leaving[:, None] if not held_whole else np.full((steps, 1), stream.context - held_whole)
-    used = np.where(stream.positions < end, stream.positions, NO_ROW)
-    if keeps_written and not held_whole:
+    is_held = stream.positions >= leaving[:, None]
+    if held_whole:
+        is_whole = stream.positions >= stream.context - held_whole
+        # What is written later leaves the tail as used rows, or joins the newest.
+        is_held |= is_whole & (stream.positions < stream.context) if keeps_written else is_whole
+    used = np.where(is_held, NO_ROW, stream.positions)
+    if keeps_written:
         used = np.concatenate([used, np.where(leaving >= 0, leaving, NO_ROW)[:, None]], axis=1)
     length = stream.context + steps
     first_row = np.zeros(1, np.int64)
     load = Workload(used[:, None].astype(np.int32), np.array([stream.context]), first_row, length)
-    distances = lru_distances(load)[:, 0, :k]
+    distances = lru_distances(load)[:, 0]
+    distinct = np.cumsum((distances == length).sum(axis=1))
+    distances = distances[:, :k]
     is_first = distances == length
-    distinct = np.cumsum(is_first.sum(axis=1))
     late = distances[WARM_STEPS:]
     cached = np.sort(late[(late >= 0)])
     line = (cached.size - np.searchsorted(cached, rows, side="left")) / late.size

@@ -4,11 +4,16 @@ Each request holds rows in order of use, and rows that were restored and not use
 share the slots of all requests. What does not fit goes: first restored rows, then the rows
 that were used longest ago, so that requests of like locality keep equally many. A step's
 union is taken to fit in the cache, so verify steps under ``fixed`` need fidelity ``rows``.
-Requests of unlike context share one curve, that of the longest. Restored rows are taken to be
-the newest that are missing, which makes miss shares below a percent too small.
+Requests of unlike context share one curve, that of the longest.
+
+Within a tenth of ``rows`` where more than two percent of a selection is fetched. Below, less
+is fetched than by ``rows``: down to a quarter, at most half a percent of a selection. What is
+missing are rows that were used once and are used again. CLOCK lets them go, and first of all,
+since its hand starts where misses filled the slots; here restored rows go before them.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +30,28 @@ from vllm_dhisparse.simulator.curves import Floats, MissCurve
 from vllm_dhisparse.simulator.fidelity import Asking, Found, Pages
 from vllm_dhisparse.simulator.loads import Arrival
 from vllm_dhisparse.simulator.streams import Place
+
+
+class Amounts(NamedTuple):
+    """Rows of each request on the device, [requests].
+
+    ``used``: in order of use. ``reach``: newest rows of the prompt that were restored, or were
+    there when they were to be; ``unused``: those of them not used since; ``whole``: of these,
+    what is still there.
+    """
+
+    used: Floats
+    reach: Floats
+    unused: Floats
+    whole: Floats
+
+    def apart(self) -> Floats:
+        """Return used rows outside the reach."""
+        return np.maximum(self.used - (self.reach - self.unused), 0)
+
+    def times(self, factor: float) -> "Amounts":
+        """Return so much of all."""
+        return Amounts(*(amount * factor for amount in self))
 
 
 class Fluid:
@@ -54,8 +81,7 @@ class Fluid:
         self._replaces_optional = replaces_optional
         self._state: dict[int, UnitState] = {}
         self._units = dict.fromkeys(UnitState, 0)
-        self._used: dict[int, float] = {}
-        self._whole: dict[int, float] = {}
+        self._held: dict[int, tuple[float, ...]] = {}
         self._absorbed = self._restored = self._lost = 0
 
     def place(self, arrival: Arrival, drafts: int) -> Place:
@@ -91,23 +117,30 @@ class Fluid:
             found.selected[UnitState.TAIL] = self._top_k * sum(r.queries for r in requests)
             return found
         numbers = [request.number for request in requests]
-        used = np.array([self._used.get(number, 0.0) for number in numbers])
-        whole = np.array([self._whole.get(number, 0.0) for number in numbers])
         tokens = np.array([float(request.tokens) for request in requests])
-        used, whole = self._settle(used, whole, tokens)
-        is_full = self._is_full(float(used.sum() + whole.sum()))
+        prompt = np.array([float(request.place.context) for request in requests])
+        held = np.array([self._held.get(number, (0.0,) * 4) for number in numbers])
+        now = self._settle(Amounts(*held.T), tokens, prompt)
+        is_full = self._is_full(float(now.used.sum() + now.whole.sum()))
 
         queries = np.array([float(request.queries) for request in requests])
         accepted = np.array([float(request.accepted) for request in requests])
         price = accepted + self._price * (queries - accepted)
-        share = np.minimum(whole / tokens, 1.0)
-        miss = self._curve.at(used, share, is_full)
+        without = self._curve.at(now.used, np.zeros_like(tokens), is_full)
+        share = np.minimum(now.reach / prompt, 1.0)
+        outside = np.minimum(self._curve.at(now.apart(), share, is_full), without)
+        inside = (without - outside) * self._top_k  # would miss, were nothing restored
+        there = np.minimum(now.whole / np.maximum(now.unused, 1e-9), 1.0)
+        touched = np.minimum(inside * there, now.whole)
+        miss = without - touched / self._top_k
         fetched = np.minimum(miss * self._top_k * price, tokens)
-        without = self._curve.at(used, np.zeros_like(share), is_full)
-        touched = np.minimum(np.maximum(without - miss, 0) * self._top_k, whole)
-        used, whole = np.minimum(used + fetched + touched, tokens), whole - touched
-        self._used = dict(zip(numbers, used.tolist(), strict=True))
-        self._whole = dict(zip(numbers, whole.tolist(), strict=True))
+        if not self._replaces_optional:
+            touched = inside = np.zeros_like(touched)  # pages stay pages
+        whole = now.whole - touched
+        used = np.minimum(now.used + fetched + touched, tokens)
+        unused = np.maximum(now.unused - inside, whole)
+        after = np.stack([used, now.reach, unused, whole], axis=1)
+        self._held = dict(zip(numbers, map(tuple, after.tolist()), strict=True))
 
         rows = self._top_k * queries
         selected = np.zeros(len(UnitState))
@@ -131,35 +164,35 @@ class Fluid:
         self._state[unit] = state
         self._units[state] += 1
 
-    def _settle(self, used: Floats, whole: Floats, tokens: Floats) -> tuple[Floats, Floats]:
+    def _settle(self, held: Amounts, tokens: Floats, prompt: Floats) -> Amounts:
         """Let in what was absorbed and restored since the last step, and out what is too much."""
-        gained = self._absorbed * UNIT_ROWS / len(used)
-        self._absorbed = 0
-        if self._replaces_optional:
-            used = used + gained
-        else:
-            whole = whole + gained
-        room = np.maximum(tokens - used - whole, 0)
-        if self._restored:
-            wanted = self._restored * room / max(room.sum(), 1e-9)
-            whole = whole + np.minimum(wanted, room)
-            self._restored = 0
-        slots = self._units[UnitState.REQUIRED] + self._units[UnitState.OPTIONAL]
-        held = (used + whole).sum()
-        if self._lost and self._replaces_optional:
-            kept = max(1 - self._lost / max(slots + self._lost, 1), 0.0)
-            before = (slots + self._lost) * UNIT_ROWS
-            if held > before * kept:  # a full cache loses the rows of its lost units
-                used, whole = used * kept, whole * kept
-        self._lost = 0
+        absorbed, restored, lost = self._absorbed, self._restored, self._lost
+        self._absorbed = self._restored = self._lost = 0
+        optional = self._units[UnitState.OPTIONAL]
+        slots = self._units[UnitState.REQUIRED] + optional
+        gained = absorbed * UNIT_ROWS / len(tokens)
         if not self._replaces_optional:
-            kept_whole = self._units[UnitState.OPTIONAL] * UNIT_ROWS
-            whole = whole * min(1.0, kept_whole / max(whole.sum(), 1e-9))
-            return _level(used, self._units[UnitState.REQUIRED] * UNIT_ROWS), whole
-        over = (used + whole).sum() - slots * UNIT_ROWS
+            _, reach, unused, whole = (amount + gained for amount in held)
+            kept = min(1.0, optional * UNIT_ROWS / max(whole.sum(), 1e-9))
+            used = _level(held.used, self._units[UnitState.REQUIRED] * UNIT_ROWS)
+            return Amounts(used, reach * kept, unused * kept, whole * kept)
+        held = held._replace(used=held.used + gained)
+        if restored:
+            room = np.maximum(prompt - held.reach, 0)
+            more = np.minimum(restored * room / max(room.sum(), 1e-9), room)
+            written = np.minimum(tokens - prompt, held.used)
+            there = np.maximum(held.apart() - written, 0) / np.maximum(room, 1)
+            absent = more * np.maximum(1 - there, 0)
+            held = Amounts(held.used, held.reach + more, held.unused + absent, held.whole + absent)
+        before = (slots + lost) * UNIT_ROWS
+        kept = max(1 - lost / max(slots + lost, 1), 0.0)
+        if lost and (held.used + held.whole).sum() > before * kept:
+            held = held.times(kept)  # a full cache loses the rows of its lost units
+        over = (held.used + held.whole).sum() - slots * UNIT_ROWS
         if over > 0:
-            whole = whole * (1 - min(1.0, over / max(whole.sum(), 1e-9)))
-        return _level(used, max(slots * UNIT_ROWS - whole.sum(), 0.0)), whole
+            kept = 1 - min(1.0, over / max(held.whole.sum(), 1e-9))
+            held = held._replace(whole=held.whole * kept)
+        return held._replace(used=_level(held.used, max(slots * UNIT_ROWS - held.whole.sum(), 0.0)))
 
 
 def _level(amounts: Floats, total: float) -> Floats:

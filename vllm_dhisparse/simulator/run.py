@@ -200,7 +200,7 @@ def build(settings: Settings) -> Engine:
     """Return an engine that has done nothing yet."""
     sample = settings.sample_top_k
     factor = settings.model.top_k / sample
-    keeps = settings.policy in ("adaptive", "page_tail")
+    keeps = settings.policy == "adaptive"
     size = sample if settings.fidelity == "rows" else settings.fluid_top_k or settings.model.top_k
     model = settings.model.scaled(size) if size != settings.model.top_k else settings.model
     contexts = tuple(round(context / model.scale) for context in settings.load.contexts)

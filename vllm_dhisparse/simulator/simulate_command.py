@@ -3,11 +3,12 @@
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_dhisparse.options import count, new_file, size
+from vllm_dhisparse.options import count, counts, new_file, size
 
 if TYPE_CHECKING:
     from vllm_dhisparse.simulator.engine import Step
@@ -40,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--fidelity", choices=("rows", "fluid"), default="fluid")
     parser.add_argument(
-        "--concurrency", type=count, help="in all phases, instead of the workload's"
+        "--concurrency",
+        type=counts,
+        help="in all phases, instead of the workload's; more than one, with commas, are a sweep",
     )
     parser.add_argument("--context", type=count, help="tokens, instead of the workload's")
     parser.add_argument("--kv-gb", type=size, help="device memory for KV, instead of what is left")
@@ -67,26 +70,32 @@ def _run(options: argparse.Namespace) -> int:
     from vllm_dhisparse.simulator.run import build
     from vllm_dhisparse.simulator.summary import Summary, summarize
 
-    settings = settings_from(options)
+    begin = time.perf_counter()
+    wanted = [settings_from(options, number) for number in options.concurrency or [None]]
+    settings = wanted[0]
     runs: dict[str, list[Step]] = {}
     results: dict[str, list[Summary]] = {}
     for policy in policies(options.policy):
-        engine = build(replace(settings, policy=policy))
-        steps: list[Step] = []
-        for step in engine.run():
-            steps.append(step)
-            _show(policy, len(steps), settings.load.steps)
-        runs[policy] = steps
-        row_bytes = settings.model.token_bytes * engine.scale
-        results[policy] = [
-            summarize([step for step in steps if step.phase == phase], row_bytes)
-            for phase in range(len(settings.load.phases))
-        ]
+        for number, each in enumerate(wanted):
+            name = policy if len(wanted) == 1 else f"{policy}, {options.concurrency[number]}"
+            engine = build(replace(each, policy=policy))
+            steps: list[Step] = []
+            for step in engine.run():
+                steps.append(step)
+                _show(name, len(steps), each.load.steps)
+            runs[name] = steps
+            row_bytes = each.model.token_bytes * engine.scale
+            results[name] = [
+                summarize([step for step in steps if step.phase == phase], row_bytes)
+                for phase in range(len(each.load.phases))
+            ]
     title = (
         f"{settings.model.name}, {settings.speculation.name}, {options.workload}, "
         f"{settings.fidelity}"
     )
     print(f"{title}\n{table(results)}\n{provenance(settings.profile)}")
+    seconds = time.perf_counter() - begin
+    print(f"{sum(map(len, runs.values()))} steps, simulated in {seconds:.1f} s")
     if options.out:
         named = {key: str(value) for key, value in vars(options).items() if key != "run"}
         document = to_json(named, settings.profile, results)
@@ -112,8 +121,8 @@ def policies(text: str) -> list[Any]:
     return named
 
 
-def settings_from(options: argparse.Namespace) -> "Settings":
-    """Return the settings that the options say.
+def settings_from(options: argparse.Namespace, concurrency: int | None) -> "Settings":
+    """Return the settings that the options say, for one concurrency or the workload's.
 
     Raises:
         ValueError: an option is wrong; the message says which.
@@ -132,7 +141,7 @@ def settings_from(options: argparse.Namespace) -> "Settings":
     return Settings(
         profile=profile,
         model=model_named(options.model),
-        load=share_of_gpu(_load(options), int(profile["gpus"])),
+        load=share_of_gpu(_load(options, concurrency), int(profile["gpus"])),
         speculation=speculation_named(options.spec),
         fidelity=options.fidelity,
         locality="ordinary" if is_file else options.trace,
@@ -143,20 +152,20 @@ def settings_from(options: argparse.Namespace) -> "Settings":
     )
 
 
-def _load(options: argparse.Namespace) -> "Load":
+def _load(options: argparse.Namespace, concurrency: int | None) -> "Load":
     from vllm_dhisparse.simulator.workload_files import load_named
 
     load = load_named(options.workload)
-    if options.concurrency is not None:
-        phases = tuple(phase._replace(concurrency=options.concurrency) for phase in load.phases)
+    if concurrency is not None:
+        phases = tuple(phase._replace(concurrency=concurrency) for phase in load.phases)
         load = replace(load, phases=phases)
     if options.context is not None:
         load = replace(load, contexts=(options.context,))
     return load
 
 
-def _show(policy: str, done: int, of: int) -> None:
+def _show(name: str, done: int, of: int) -> None:
     if sys.stderr.isatty() and (done % 10 == 0 or done == of):
         bar = "#" * round(30 * done / of)
         end = "\n" if done == of else ""
-        print(f"\r{policy:>10} [{bar:<30}] {done}/{of}", end=end, file=sys.stderr, flush=True)
+        print(f"\r{name:>15} [{bar:<30}] {done}/{of}", end=end, file=sys.stderr, flush=True)
