@@ -91,6 +91,7 @@ class Stock:
 
     def schedule(self) -> None:
         """What the block manager does in one decode step."""
+        self.kv.new_step_starts()
         for request in self.requests:
             assert self.kv.allocate_slots(
                 request, 1 + DRAFT_TOKENS, num_lookahead_tokens=DRAFT_TOKENS
@@ -130,7 +131,9 @@ class Ours(Stock):
 
     def bind(self) -> None:
         pages = self.shape.requests * self.shape.num_pages
-        state = SchedulerState(self.kv, pages, "adaptive", 2 * CHUNK_TOKENS, DRAFT_TOKENS)
+        state = SchedulerState(
+            self.kv, pages, "adaptive", 2 * CHUNK_TOKENS, DRAFT_TOKENS, DRAFT_TOKENS
+        )
         engine = SimpleNamespace(
             scheduler_config=SimpleNamespace(
                 max_num_batched_tokens=CHUNK_TOKENS, max_num_seqs=self.shape.requests
@@ -140,6 +143,7 @@ class Ours(Stock):
         self.side = object.__new__(SchedulerSide)
         self.side.state = self.state = state
         self.side.rings = []
+        self.side._draft_price = None
         self.side._sizes = SimpleNamespace(config=DHiSparseConfig())
         self.side._residency = state.residency(controller_for(DHiSparseConfig(), engine, state))
         self.side._adaptations = DHiSparseStats()
