@@ -20,8 +20,9 @@ REQUIRED_BLOCKS = GROUPS * (BASE_UNITS + TAIL_UNITS)
 class Engine:
     """Requests with equal prefix hits on one ledger; ``step`` is one scheduler iteration."""
 
-    def __init__(self, num_blocks=200, max_running=100, **controller):
+    def __init__(self, num_blocks=200, max_running=100, cached=(), **controller):
         self.source = SimulatedPool(num_blocks)
+        self.source.cached = set(cached)
         self.ledger = Ledger(self.source, GROUPS, BASE_UNITS, "adaptive", [])
         self.controller = ResidencyController(**controller)
         self.residency = AdaptiveResidency(
@@ -158,8 +159,8 @@ def test_dwell_bounds_how_often_bursts_turn_growth():
 
 
 def test_one_step_inside_the_head_reserve_loses_nothing():
-    engine = Engine(head_reserve_blocks=REQUIRED_BLOCKS, growth_horizon_steps=0)
-    engine.source.cached = set(range(160, 200))
+    cached = range(160, 200)
+    engine = Engine(cached=cached, head_reserve_blocks=REQUIRED_BLOCKS, growth_horizon_steps=0)
     settle(engine)
     optional = engine.ledger.levels().optional_units
     engine.waiting.append("one more")
@@ -168,7 +169,7 @@ def test_one_step_inside_the_head_reserve_loses_nothing():
     # The share pins optional units, so the pool hands out the tail only.
     assert engine.lost_units() == 0
     assert engine.ledger.levels().optional_units == optional - BASE_UNITS
-    assert engine.source.cached == set(range(160, 200))
+    assert engine.source.cached == set(cached)
 
 
 def test_growth_inside_the_horizon_loses_nothing():
@@ -182,8 +183,7 @@ def test_growth_inside_the_horizon_loses_nothing():
 
 
 def test_growth_ends_where_only_cached_prefixes_are_left():
-    engine = Engine(head_reserve_blocks=8, dwell_steps=10)
-    engine.source.cached = set(range(100, 200))
+    engine = Engine(cached=range(100, 200), head_reserve_blocks=8, dwell_steps=10)
     settle(engine)
     assert not any(targets.adopt_units for targets in engine.targets[60:])
     assert {targets.state for targets in engine.targets} == {"grow", "hold"}, "that is no pressure"

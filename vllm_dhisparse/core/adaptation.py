@@ -57,6 +57,7 @@ class AdaptiveResidency:
         self._missing = missing
         self._place_of = place_of
         self._history = History()
+        ledger.optional.find_plain()  # all of a new pool: before there is a step to wait for it
 
     def adapt(
         self,
