@@ -59,6 +59,7 @@ SEAMS = {
     PLATFORM: "get_attn_backend_cls check_and_update_config get_device_capability",
     CUDA_PLATFORM: "check_and_update_config",
     POOL: "touch unpin_blocks free_blocks get_new_blocks evict_blocks get_num_free_blocks",
+    "v1/core/kv_cache_utils.py:FreeKVCacheBlockQueue": "iter_blocks_after",
     "v1/kv_cache_spec_registry.py:KVCacheSpecRegistry": "register _ensure_registered",
     "distributed/kv_transfer/kv_connector/factory.py:KVConnectorFactory": "register_connector",
     "v1/attention/backends/registry.py:AttentionBackendEnum": "register get_path get_class",
