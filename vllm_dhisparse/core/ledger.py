@@ -67,6 +67,7 @@ class Ledger:
         self.optional = OptionalUnits(source, self._units)
         # unit by position; positions are consecutive, and only the newest are here
         self._tails: dict[str, dict[int, int]] = {}
+        self._num_tail_units = 0
         # insertion order is age, oldest first
         self._required: OrderedDict[int, None] = OrderedDict()
 
@@ -86,10 +87,10 @@ class Ledger:
         return self._units.spans
 
     def levels(self) -> LedgerLevels:
-        """Return what is held now; its cost grows with the running requests only."""
+        """Return what is held now."""
         return LedgerLevels(
             free_blocks=self._source.num_free,
-            tail_units=sum(map(len, self._tails.values())),
+            tail_units=self._num_tail_units,
             required_units=len(self._required),
             optional_units=len(self.optional),
         )
@@ -139,6 +140,7 @@ class Ledger:
         assert first_position == end, "a tail with a gap"
         units = self._allocate(num_units, UnitState.TAIL)
         tail.update(zip(range(first_position, first_position + num_units), units, strict=True))
+        self._num_tail_units += num_units
 
     def tail_block(self, request_id: str, position: int, group: int) -> int:
         """Return the block of one latent group in the tail unit at ``position``."""
@@ -152,6 +154,7 @@ class Ledger:
         tail, history = self._tails[request_id], self._shares.history_units(request_id)
         positions = range(history, min(end_position, history + len(tail)))
         full = [tail.pop(position) for position in positions]
+        self._num_tail_units -= len(full)
         for unit, position in zip(full, positions, strict=True):
             self.spans.put(unit, Span(request_id, position))
         self._shares.extend(request_id, len(full))
@@ -171,6 +174,7 @@ class Ledger:
         if tail is None:
             return
         self._missing.end(request_id)
+        self._num_tail_units -= len(tail)
         self.optional.end(self.spans.end(request_id))
         for unit in tail.values():
             self._units.retire(unit)
@@ -212,6 +216,7 @@ class Ledger:
         assert len(blocks) == len(set(blocks)), "a block is in two units"
         assert len(blocks) == self.num_groups * len(self._units), "a unit has no state"
         self._shares.check_integrity(set(self._tails))
+        assert self._num_tail_units == sum(map(len, self._tails.values()))
         assert len(self._required) <= self._shares.required_units()
         assert self._keeps_units or not len(self.optional)
         self.optional.check_integrity()

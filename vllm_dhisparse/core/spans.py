@@ -23,6 +23,7 @@ class MissingSpans:
     def __init__(self) -> None:
         self._missing: dict[str, list[int]] = {}
         """Positions, ascending: the newest is taken without a look at the others."""
+        self._count = 0
 
     def start(self, request_id: str) -> None:
         """Follow a request that starts to run."""
@@ -37,13 +38,14 @@ class MissingSpans:
             place = bisect_left(positions, position)
             if place == len(positions) or positions[place] != position:
                 positions.insert(place, position)
+                self._count += 1
 
     def end(self, request_id: str) -> None:
         """Forget a request; unknown ones are fine."""
-        self._missing.pop(request_id, None)
+        self._count -= len(self._missing.pop(request_id, ()))
 
     def __len__(self) -> int:
-        return sum(map(len, self._missing.values()))
+        return self._count
 
     def take(self, count: int) -> list[Span]:
         """Remove and return up to ``count`` spans: of each request in turn its newest."""
@@ -55,6 +57,7 @@ class MissingSpans:
                     taken.append(Span(request_id, positions.pop()))
             if len(taken) == before:
                 break
+        self._count -= len(taken)
         return taken
 
 
