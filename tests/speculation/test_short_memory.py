@@ -18,7 +18,7 @@ def test_short_memory_shortens_drafts_and_changes_no_token(tiny_pair, monkeypatc
     build = DHiSparseConnector.build_connector_meta
 
     def noting(connector, scheduler_output):
-        limit = connector.scheduler.state._draft_lengths.limit
+        limit = connector.scheduler.state.draft_tokens
         steps.append(
             (limit, [len(d) for d in scheduler_output.scheduled_spec_decode_tokens.values()])
         )
