@@ -16,8 +16,6 @@ def _load(base, offset, mask, BLOCK: tl.constexpr, SIZE: tl.constexpr):
 def attend_split(
     query,  # [num_tokens, num_heads, row_size], strided
     rows,  # [num_pages, page_rows, row_size], strided
-    staged,  # [n, row_size]: where places below 0 lie; only with IN_PLACE
-    places,  # [n] int32: of each row of the union, see ``retrieve_rows``; only with IN_PLACE
     remap,  # [num_tokens, top_k] int32, -1 = no row
     out,  # [num_tokens, num_heads, splits, VALUE_SIZE]
     weights,  # out [num_tokens, num_heads, splits] float32: log2 of the sum of weights
@@ -35,7 +33,6 @@ def attend_split(
     BLOCK_ROPE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    IN_PLACE: tl.constexpr,
     PAGE_ROWS: tl.constexpr,  # 0 = nothing lies between two pages
     UPCAST: tl.constexpr,
 ):
@@ -65,16 +62,10 @@ def attend_split(
         rank = first + tl.arange(0, BLOCK_KEYS)
         index = tl.load(remap + token * top_k + rank, mask=rank < last, other=-1)
         real = index >= 0
-        if IN_PLACE:
-            place = tl.load(places + index, mask=real, other=0)
-            in_slab = rows + place.to(tl.int64) * row_stride
-            in_staging = staged + (-1 - place).to(tl.int64) * row_stride
-            row = tl.where(place >= 0, in_slab, in_staging)[:, None]
-        else:
-            row = rows + index.to(tl.int64) * row_stride
-            if PAGE_ROWS > 0:
-                row += (index // PAGE_ROWS).to(tl.int64) * page_gap
-            row = row[:, None]
+        row = rows + index.to(tl.int64) * row_stride
+        if PAGE_ROWS > 0:
+            row += (index // PAGE_ROWS).to(tl.int64) * page_gap
+        row = row[:, None]
         key_value = _load(row, value, real[:, None], BLOCK_VALUE, VALUE_SIZE)
         key_rope = _load(row + VALUE_SIZE, rope, real[:, None], BLOCK_ROPE, ROPE_SIZE)
         if UPCAST:

@@ -5,21 +5,24 @@ import triton.language as tl
 from vllm_dhisparse.kernels.addresses import copy_rows, host_addresses, slot_addresses
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["capacity", "slab_first", "staging_first"])
 def retrieve_rows(
     rows,  # [capacity] int32: host rows, -1 = none
     slot,  # [capacity] int32
     fetch,  # [capacity] uint8
     unit_blocks,  # [num_units] int32, strided
     chunk_addresses,  # [chunks] int64
-    places,  # out [capacity] int32: of slots, in rows from the slab's start; else -1 - rank
+    places,  # out [capacity] int32: of rows in slab or staging, see ``runtime.span``
     slab,  # int64 address
     staging,  # int64 address
     capacity,
+    slab_first,
+    staging_first,
     chunk_rows,
     blocks_stride,
     block_bytes,
     slab_row_bytes,
+    staging_page_bytes,  # of UNIT_ROWS rows, and what lies between pages
     block_rows,
     UNIT_ROWS: tl.constexpr,
     HITS_IN_PLACE: tl.constexpr,
@@ -44,12 +47,13 @@ def retrieve_rows(
         slab, unit_blocks, place, place >= 0, blocks_stride, block_bytes, slab_row_bytes, UNIT_ROWS
     )
     source = tl.where(lost, home, cached)
-    staged = staging + rank.to(tl.int64) * ROW_BYTES
+    page = (rank // UNIT_ROWS).to(tl.int64)
+    staged = staging + page * staging_page_bytes + (rank % UNIT_ROWS).to(tl.int64) * ROW_BYTES
     fresh = lost & (place >= 0)
     if HITS_IN_PLACE:
         block = tl.load(unit_blocks + place // UNIT_ROWS * blocks_stride, mask=place >= 0, other=0)
-        in_slab = block * block_rows + place % UNIT_ROWS
-        tl.store(places + rank, tl.where(place >= 0, in_slab, -1 - rank), mask=real)
+        in_slab = slab_first + block * block_rows + place % UNIT_ROWS
+        tl.store(places + rank, tl.where(place >= 0, in_slab, staging_first + rank), mask=real)
         staged = tl.where(fresh, cached, staged)
         fresh = fresh & (rank < 0)
         real = lost

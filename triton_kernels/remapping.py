@@ -1,4 +1,4 @@
-"""From host rows to ranks in the union."""
+"""From host rows to ranks in the union, and from ranks to where rows lie."""
 
 import triton
 import triton.language as tl
@@ -34,3 +34,19 @@ def remap_rows(
         count = tl.sum((real & (kind == number)).to(tl.int32))
         if count > 0:
             tl.atomic_add(selected + number, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["size"])
+def place_selections(
+    remap,  # [num_tokens, top_k] int32: rank in the union, -1 = none
+    places,  # [capacity] int32: of each row of the union, see ``retrieve_rows``
+    index,  # out [num_tokens, top_k] int32
+    size,
+    BLOCK: tl.constexpr,
+):
+    """Turn ranks into places."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < size
+    rank = tl.load(remap + number, mask=inside, other=-1)
+    place = tl.load(places + rank, mask=rank >= 0, other=-1)
+    tl.store(index + number, place, mask=inside)

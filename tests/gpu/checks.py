@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from planes import plane, unpadded
 from schedules import Schedule, Worker
+from spans import slab_and_span
 from world import OPS, Batch, Sizes, make_pool, pinner
 
 from vllm_dhisparse.core.commands import (
@@ -20,6 +21,7 @@ from vllm_dhisparse.runtime.host_pool import HostLayer
 from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.plan import Plan
 from vllm_dhisparse.runtime.row_format import decode
+from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 
 TABLES = ("page_of_block", "block_of_page", "unit_blocks", "unit_of_block", "unit_state")
@@ -105,6 +107,7 @@ def check_copies(sizes: Sizes, device: str) -> None:
         plan = Plan(0, 1, rows, slot, fetch, rows[None])
         blocks = len(slot) // UNIT_ROWS + 2
         slab = torch.randint(0, 100, (blocks, 66, row_size), dtype=torch.uint8).to(dtype)
+        original = slab.clone()[:, :UNIT_ROWS]
         column = torch.arange(blocks, dtype=torch.int32).flip(0)
         on_device = Plan(0, 1, *(part.to(device) for part in plan[2:]))
         slabs = [slab[:, :UNIT_ROWS], slab.to(device).clone()[:, :UNIT_ROWS]]
@@ -114,6 +117,7 @@ def check_copies(sizes: Sizes, device: str) -> None:
         got = OPS.retrieve(on_device, slabs[1], column.to(device), layer, staged)
         assert same(expected, got), f"{name}: retrieved rows differ"
         assert same(*slabs), f"{name}: slots differ"
+        check_in_place(on_device, original, expected[0], column.to(device), layer, name)
         if name == "fp8_ds_mla":
             decoded = torch.empty(len(rows), 576, dtype=torch.bfloat16, device=device)
             got = OPS.retrieve(on_device, slabs[1], column.to(device), layer, decoded)
@@ -127,6 +131,31 @@ def check_copies(sizes: Sizes, device: str) -> None:
         home = pool.layer(0).flatten(0, 1)[target[target >= 0]]
         assert same(home, staging[target >= 0]), f"{name}: published rows differ"
         pool.close()
+
+
+def check_in_place(
+    plan: Plan,
+    original: torch.Tensor,
+    expected: torch.Tensor,
+    column: torch.Tensor,
+    layer: HostLayer,
+    name: str,
+) -> None:
+    """One index reaches slab and staging; hits stay where they are."""
+    block_bytes = 42_240 if name == "fp8_ds_mla" else 66 * original[0, 0].nbytes
+    shape = len(original), original.shape[2], original.dtype, block_bytes, len(expected)
+    slab, span = slab_and_span(*shape, column.device)
+    slab.copy_(original)
+    index = OPS.retrieve_in_place(plan, span, slab, column, layer, Scratch(column.device))
+    assert index.shape == plan.remap.shape
+    everyone = plan._replace(remap=torch.arange(len(expected), device=column.device).int()[None])
+    index = OPS.retrieve_in_place(everyone, span, slab, column, layer, Scratch(column.device))[0]
+    page_rows = span.rows.shape[1]
+    rows = span.rows[index.long() // page_rows, index.long() % page_rows]
+    assert same(rows, expected), f"{name}: rows in place differ"
+    hits = (plan.slot >= 0) & ~plan.fetch
+    stays = span.slab_first + span.block_rows * column[plan.slot.long() // UNIT_ROWS]
+    assert same(index[hits], (stays + plan.slot % UNIT_ROWS)[hits].int()), f"{name}: a hit moved"
 
 
 def check_attention(sizes: Sizes, device: str) -> None:
@@ -148,14 +177,10 @@ def check_attention(sizes: Sizes, device: str) -> None:
         torch.testing.assert_close(got.double().cpu(), expected, rtol=2e-2, atol=2e-2)
         alone = OPS.attend(query[2:3], rows.view(1, -1, 576), remap[2:3], 0.04, 512)
         assert same(got[2:3], alone), "a query differs with its batch"
-        places = torch.arange(528, dtype=torch.int32, device=device)
-        places[::3] = -1 - places[::3]
-        staging = rows.reshape(-1, 576).clone()
-        holes = rows.clone().view(-1, 576)
-        holes[::3] = float("nan")
-        slab = holes.view(8, 66, 576)[:, :UNIT_ROWS]
-        in_place = OPS.attend_in_place(query, slab, staging, places, remap, 0.04, 512)
-        assert same(got, in_place), "rows in place give other bits"
+        padded = torch.randn(8, 67, 576, device=device).bfloat16()[:, :66]
+        padded.copy_(rows)
+        in_place = OPS.attend(query, padded, remap, 0.04, 512)
+        assert same(got, in_place), "rows of a slab give other bits"
 
 
 def check_graph(sizes: Sizes, device: str) -> None:

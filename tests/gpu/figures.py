@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from checks import captured, synchronize
+from spans import slab_and_span
 from world import OPS, Batch, Sizes, make_pool
 
 from vllm_dhisparse.runtime.plan import Plan
@@ -74,7 +75,7 @@ def resolve_and_retrieve(sizes: Sizes, device: str) -> Iterator[Figure]:
         tables, queries, scratch = batch.tables(OPS, device), batch.queries(device), batch.scratch()
         pool = make_pool(batch.table_sizes.num_pages, 576, torch.bfloat16, sizes, device)
         num_blocks, staging_rows = batch.table_sizes.num_blocks, len(batch.owner) * sizes.top_k
-        slab = torch.zeros(num_blocks, 66, 576, dtype=torch.bfloat16, device=device)[:, :UNIT_ROWS]
+        slab, span = slab_and_span(num_blocks, 576, torch.bfloat16, 66 * 1152, staging_rows, device)
         staging = torch.zeros(staging_rows, 576, dtype=torch.bfloat16, device=device)
         column, layer = tables.unit_blocks[:, 0], pool.host_layer(0)
         selections = [batch.select().to(device) for _ in range(4)]
@@ -118,7 +119,7 @@ def resolve_and_retrieve(sizes: Sizes, device: str) -> Iterator[Figure]:
             device,
         )
         in_place = milliseconds(
-            partial(OPS.retrieve_in_place, plan, slab, column, layer, staging, scratch),
+            partial(OPS.retrieve_in_place, plan, span, slab, column, layer, scratch),
             sizes,
             device,
         )

@@ -42,18 +42,49 @@ HEADS = 3
 SCALE = 0.07
 
 
-def arrange(monkeypatch, vllm_config, reason=None, alias=0):
+class Arena:
+    """Device memory from which KV cache and staging come, the one before or behind the other.
+
+    One index has to reach both, so they must not lie terabytes apart, as the host's may.
+    """
+
+    def __init__(self, staging_first):
+        self.memory = torch.zeros(16 << 20, dtype=torch.uint8)
+        self.staging_first = staging_first
+
+    def staging(self, num_bytes, device):
+        memory = self.memory if self.staging_first else self.memory[-num_bytes - 16 :]
+        return memory[memory.data_ptr() % 16 :][:num_bytes]
+
+    def cache(self, num_bytes):
+        if not self.staging_first:
+            return self.memory[:num_bytes]
+        used = len(self.memory) - num_bytes
+        return self.memory[used - used % 16 :][:num_bytes]
+
+
+def data_plane(_):
+    """Return the plane under test; only the tests read in place on the CPU."""
+    if PLANE == "triton":
+        return implementation(PLANE)
+    in_place = implementation("reference").retrieve_in_place
+    return SimpleNamespace(**vars(implementation(PLANE)), retrieve_in_place=in_place)
+
+
+def arrange(monkeypatch, vllm_config, reason=None, alias=0, arena=None, capability=(9, 0)):
     """Put the stand-ins for driver and device in place."""
     runtime = FakeCudaRuntime(alias=alias)
-    capability = SimpleNamespace(get_device_capability=lambda: DeviceCapability(9, 0))
-    monkeypatch.setattr(workspace, "current_platform", capability)
+    platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*capability))
+    monkeypatch.setattr(workspace, "current_platform", platform)
     if reason is not None:
         monkeypatch.setattr(workspace, "unavailable_reason", lambda _: reason)
     monkeypatch.setattr(backend, "get_current_vllm_config", lambda: vllm_config)
     monkeypatch.setattr(backend, "CudaPinner", lambda: CudaPinner(runtime))
     monkeypatch.setattr(worker_side, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(worker_side, "data_plane", lambda _: implementation(PLANE))
-    monkeypatch.setattr(workspace, "data_plane", lambda _: implementation(PLANE))
+    monkeypatch.setattr(worker_side, "data_plane", data_plane)
+    monkeypatch.setattr(workspace, "data_plane", data_plane)
+    if arena is not None:
+        monkeypatch.setattr(workspace, "allocate_staging", arena.staging)
     return runtime
 
 
@@ -97,13 +128,18 @@ def rows_of(contents, layer, cache_dtype):
 class CudaMemory:
     """In the place of ``row_memory.RowMemory``: the same steps through the CUDA path."""
 
-    def __init__(self, setup, monkeypatch, cache_dtype="fp8_ds_mla", reason=None):
+    def __init__(
+        self, setup, monkeypatch, cache_dtype="fp8_ds_mla", reason=None, capability=(9, 0)
+    ):
         self.cache_dtype, self.top_k = cache_dtype, setup.top_k
         self.is_exact = reason is None  # FlashMLA's stand-in sums as the oracle does
         self.padding = setup.num_drafts  # rows and tokens that a graph adds
         num_layers = max(setup.num_groups, 2 * setup.num_index_groups)
         self.config = engine_config(setup, cache_dtype, setup.residency, num_layers)
-        self.runtime = arrange(monkeypatch, self.config, reason)
+        self.arena = Arena(staging_first=setup.seed % 2 == 0)
+        self.runtime = arrange(
+            monkeypatch, self.config, reason, arena=self.arena, capability=capability
+        )
         self.random = torch.Generator().manual_seed(setup.seed)
         self.events = Counter()
         self.selected_rows = 0
@@ -172,7 +208,8 @@ class CudaMemory:
         groups = [KVCacheGroupSpec(names, spec) for names in self.latent_groups]
         groups.append(KVCacheGroupSpec(list(self.indexers), keys))
         num_slabs = -(-len(names) // count)
-        self.bytes = torch.full((num_slabs, setup.num_blocks, page), 0xFF, dtype=torch.uint8)
+        self.bytes = self.arena.cache(num_slabs * setup.num_blocks * page)
+        self.bytes = self.bytes.fill_(0xFF).view(num_slabs, setup.num_blocks, page)
         row_size = spec.unpadded_page_size_bytes // UNIT_ROWS // stock.dtype.itemsize
         shape = setup.num_blocks, UNIT_ROWS, row_size
         for number, layer in enumerate(self.layers.values()):

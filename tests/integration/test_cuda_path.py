@@ -42,7 +42,9 @@ def flash_mla_operators():
     library._destroy()
 
 
-def make_world(monkeypatch, seed, cache_dtype, reason=None, **settings):
+def make_world(
+    monkeypatch, seed, cache_dtype, reason=None, capability=(9, 0), in_place=True, **settings
+):
     setup = Setup(
         num_blocks=50,
         num_pages=12,
@@ -56,7 +58,9 @@ def make_world(monkeypatch, seed, cache_dtype, reason=None, **settings):
         **{"num_index_groups": 2, **settings},
     )
     world = World(setup)
-    world.worker.memory = memory = CudaMemory(setup, monkeypatch, cache_dtype, reason)
+    memory = CudaMemory(setup, monkeypatch, cache_dtype, reason, capability)
+    world.worker.memory = memory
+    assert {place.span is not None for place in memory.worker.places} == {in_place}
     return world, memory
 
 
@@ -97,14 +101,25 @@ def test_every_answer_is_that_of_the_rows_that_were_written(monkeypatch, residen
     assert totals["extra_passes"] == reached["more passes"]
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "auto"])
-@pytest.mark.parametrize("reason", [None, "not built"], ids=["FlashMLA", "own attention"])
-def test_a_short_schedule(monkeypatch, cache_dtype, reason):
+@pytest.mark.parametrize(
+    ("cache_dtype", "reason", "capability", "in_place"),
+    [
+        ("fp8_ds_mla", None, (9, 0), True),
+        ("fp8_ds_mla", None, (10, 0), False),
+        ("auto", None, (10, 0), True),
+        ("auto", "not built", (9, 0), True),
+        ("fp8_ds_mla", "not built", (9, 0), False),
+    ],
+    ids=["fp8 Hopper", "fp8 Blackwell", "bfloat16 Blackwell", "own", "own decoded"],
+)
+def test_a_short_schedule(monkeypatch, cache_dtype, reason, capability, in_place):
     """Also run with Triton's kernels by ``tests/kernels/test_cuda_path_interpreted.py``."""
     if reason is not None and cache_dtype == "fp8_ds_mla" and PLANE != "triton":
         pytest.skip("only Triton's retrieve decodes rows")
-    settings = {"residency": "fixed", "num_index_groups": 1, "num_drafts": 1}
-    world, memory = make_world(monkeypatch, 3, cache_dtype, reason, lag=1, **settings)
+    settings = {"residency": "fixed", "num_index_groups": 1, "num_drafts": 1, "lag": 1}
+    world, memory = make_world(
+        monkeypatch, 3, cache_dtype, reason, capability, in_place, **settings
+    )
     for num_new in (230, 30):  # one of them more than its tail and its base share
         world.add_request(0, 0, num_new, max_tokens=8)
     for _ in range(6):

@@ -25,6 +25,7 @@ WIDE_STORE = re.compile(r"st\.global(\.\w+)*\.v4\.[bu]32")
 
 def compile_all(targets: list[str]) -> list[dict[str, object]]:
     """One entry for each kernel variant and target."""
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
     from launches import shipped_launches
 
     return [

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from spans import slab_and_span
 from triton.runtime.jit import JITFunction
 
 from vllm_dhisparse.core.commands import (
@@ -153,7 +154,9 @@ def _resolve(tables: Tables) -> Plan:
 def _copy(plan: Plan, spans: Any, tables: Tables, row_size: int, dtype: torch.dtype) -> None:
     capacity = plan.union.numel()
     host = HostLayer.of(torch.empty(PAGES, PAGE_ROWS, row_size, dtype=dtype))
-    slab = torch.empty(8, UNIT_ROWS + 2, row_size, dtype=dtype)[:, :UNIT_ROWS]
+    # fp8_ds_mla pages of GLM-5.3 are 256 bytes longer than their rows, others whole rows.
+    block_bytes = (UNIT_ROWS + 2) * row_size * dtype.itemsize if row_size != 656 else 42_240
+    slab, found = slab_and_span(8, row_size, dtype, block_bytes, capacity)
     column = tables.unit_blocks[:, 1]
     staging = torch.empty(capacity, row_size, dtype=dtype)
     plane.publish(staging[:TOKENS], torch.zeros(TOKENS, dtype=torch.int64), host)
@@ -162,15 +165,12 @@ def _copy(plan: Plan, spans: Any, tables: Tables, row_size: int, dtype: torch.dt
     if row_size == 656:
         decoded = torch.empty(capacity, 576, dtype=torch.bfloat16)
         plane.retrieve(plan, slab, column, host, decoded)
-    else:
-        plane.retrieve_in_place(plan, slab, column, host, staging, Scratch())
+    plane.retrieve_in_place(plan, found, slab, column, host, Scratch())
 
 
 def _attend(plan: Plan, heads: int) -> None:
     query = torch.empty(TOKENS, heads, 576, dtype=torch.bfloat16)
     staging = torch.empty(64, 576, dtype=torch.bfloat16)
     slab = torch.empty(4, UNIT_ROWS + 2, 576, dtype=torch.bfloat16)[:, :UNIT_ROWS]
-    places = torch.zeros(64, dtype=torch.int32)
     plane.attend(query, staging[None], plan.remap, 0.1, 512)
     plane.attend(query, slab, plan.remap, 0.1, 512)
-    plane.attend_in_place(query, slab, staging, places, plan.remap, 0.1, 512)

@@ -68,20 +68,6 @@ def test_a_query_has_the_same_bits_alone_and_wherever_its_rows_are(name, top_k):
             assert torch.equal(whole[part], alone)
 
 
-@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "cpu"])
-def test_rows_read_in_place_give_the_same_bits(name):
-    query, slab, remap = make_case(5, 3, 40, 64, torch.float32)
-    staging = torch.randn(20, 24)
-    places = torch.randperm(5 * 67)[:40].int()
-    places[::3] = -1 - torch.arange(len(places[::3]), dtype=torch.int32)
-    memory = slab.as_strided((5 * 67, 24), (24, 1))
-    rows = torch.stack([memory[p] if p >= 0 else staging[-1 - p] for p in places.tolist()])
-    remap = remap % 41 - 1
-    ops = plane(name)
-    got = ops.attend_in_place(query, slab, staging, places, remap, 0.3, 16)
-    assert torch.equal(got, ops.attend(query, rows[None], remap, 0.3, 16))
-
-
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_attend_of_an_empty_batch(name):
     query, rows, remap = make_case(0, 2, 4, 8, torch.float32)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from planes import IMPLEMENTATIONS, plane
@@ -5,6 +7,7 @@ from planes import IMPLEMENTATIONS, plane
 from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
 from vllm_dhisparse.runtime.plan import Plan
 from vllm_dhisparse.runtime.scratch import Scratch
+from vllm_dhisparse.runtime.span import span, staging_bytes
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 
@@ -87,20 +90,41 @@ def test_fp8_rows_are_decoded_to_staging_and_kept_as_they_are_in_slots(device_op
     assert torch.equal(whole, before)
 
 
-@pytest.mark.parametrize("row_size", [576, 7])
-def test_in_place_only_misses_move(device_ops, row_size):
-    host = HostLayer.of(torch.randn(4, 128, row_size))
-    whole = torch.randn(9, UNIT_ROWS + 2, row_size)
-    before, slab = whole.clone(), whole[:, :UNIT_ROWS]
-    unit_blocks = torch.tensor([0, 5, 2], dtype=torch.int32)
-    staging = torch.full((6, row_size), float("nan"))
-    places = device_ops.retrieve_in_place(small_plan(), slab, unit_blocks, host, staging, Scratch())
-    assert places.tolist() == [-1, 5 * 66 + 63, 2, 2 * 66, -5]
+@pytest.mark.parametrize("staging_first", [False, True])
+@pytest.mark.parametrize(("row_size", "gap"), [(576, 2 * 576), (656, 256), (16, 0)])
+def test_in_place_only_misses_move(device_ops, row_size, gap, staging_first):
+    """Blocks that are whole rows apart, and others; one index reaches slab and staging."""
+    host, memory = HostLayer.of(random_bytes(4, 128, row_size)), random_bytes(1 << 20)
+    step = UNIT_ROWS * row_size + gap
+    num_bytes = staging_bytes(70, row_size, step)
+    low, high = memory[: 9 * step], memory[-num_bytes:]
+    if staging_first:
+        low, high = memory[-9 * step :], memory[:num_bytes]
+    slab = low.as_strided((9, UNIT_ROWS, row_size), (step, row_size, 1), low.storage_offset())
+    found = span(slab, high, 70)
+    unit_blocks, before = torch.tensor([0, 5, 2], dtype=torch.int32), memory.clone()
+    plan = small_plan()._replace(remap=torch.tensor([[4, -1, 0], [1, 2, 3]], dtype=torch.int32))
+    index = device_ops.retrieve_in_place(plan, found, slab, unit_blocks, host, Scratch())
+    rows = found.rows.view(torch.uint8)
+    page_rows = rows.shape[1]
+    got = torch.stack(
+        [rows[i // page_rows, i % page_rows] for i in index.flatten()[[0, *range(2, 6)]]]
+    )
     flat = host.pages.view(-1, row_size)
-    before[5, 63] = flat[63]
-    assert torch.equal(whole, before)
-    assert torch.equal(staging[[0, 4]], flat[[0, 511]])
-    assert staging[[1, 2, 3, 5]].isnan().all()
+    cached = slab[[0, 2], [2, 0]]
+    assert torch.equal(got, torch.stack([flat[511], flat[0], flat[63], *cached]))
+    assert index[0, 1] == -1
+    changed = (memory != before).sum()
+    assert 0 < changed <= 3 * row_size, "a hit was moved"
+    assert torch.equal(slab[5, 63], flat[63]), "a fresh slot was not filled"
+
+
+def test_a_span_that_no_index_reaches():
+    slab = torch.empty(3, UNIT_ROWS, 1, dtype=torch.uint8)
+    memory = torch.empty(staging_bytes(1, 1, UNIT_ROWS), dtype=torch.uint8)
+    far = slab.data_ptr() + (1 << 31)
+    with pytest.raises(ValueError, match="further than an index reaches"):
+        span(slab, SimpleNamespace(data_ptr=lambda: far, numel=memory.numel), 1)
 
 
 def test_chunks_of_a_layer_are_read_through_their_addresses(ops):

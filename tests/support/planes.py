@@ -43,10 +43,9 @@ class Exact:
         asked = padded(plan, len(staging))
         return self._ops.retrieve(asked, slab, unit_blocks, host, staging)[:, : len(plan.union)]
 
-    def retrieve_in_place(self, plan: Plan, slab: Any, unit_blocks: Any, host: Any, *rest: Any):
-        asked = padded(plan, len(rest[0]))
-        got = self._ops.retrieve_in_place(asked, slab, unit_blocks, host, *rest)
-        return got[: len(plan.union)]
+    def retrieve_in_place(self, plan: Plan, span: Any, *rest: Any) -> torch.Tensor:
+        asked = padded(plan, span.staging[..., 0].numel())
+        return self._ops.retrieve_in_place(asked, span, *rest)
 
     def _checked(self, tables: Any, result: Any) -> Any:
         self._ops.raise_errors(tables)

@@ -147,7 +147,15 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         staging = torch.empty(rows, sizes.row_size, dtype=sizes.dtype)
         scratch = Scratch()
         attention = PlaneAttention(ops, scratch)
-        return Device(staging.device, None, staging, scratch, attention, lambda metadata: metadata)
+        return Device(
+            staging.device,
+            None,
+            staging,
+            scratch,
+            attention,
+            address=lambda metadata: metadata,
+            span=lambda kv_cache: None,
+        )
 
     def self_check(
         self, layers: dict[str, Any], sizes: Geometry, worker: WorkerState | None

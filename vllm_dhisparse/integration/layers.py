@@ -157,16 +157,12 @@ class HierarchyLayer:
             worker.resolve(selected, self._place.index_group)
         assert worker.resolution is not None
         seconds += perf_counter()
-        host = self._place.host
-        unit_blocks = worker.tables.unit_blocks[:, self._place.latent_group]
         answers = []
         for plan in worker.resolution.plans:
             seconds -= perf_counter()
-            rows = worker.ops.retrieve(plan, kv_cache, unit_blocks, host, worker.staging)
+            rows, index = worker.retrieve(plan, self._place)
             seconds += perf_counter()
             asked = query[plan.first : plan.last]
-            answers.append(
-                worker.attention.attend(asked, rows, plan.remap, scale, value_size, metadata)
-            )
+            answers.append(worker.attention.attend(asked, rows, index, scale, value_size, metadata))
         worker.counters.add_retrieval(metadata, len(worker.resolution.plans), seconds)
         return answers[0] if len(answers) == 1 else torch.cat(answers)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -13,9 +13,10 @@ from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec, is_indexer_spec
 from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool, Pinner
-from vllm_dhisparse.runtime.ops import DataPlane
-from vllm_dhisparse.runtime.plan import Queries, Resolution
+from vllm_dhisparse.runtime.ops import DataPlane, InPlaceDataPlane
+from vllm_dhisparse.runtime.plan import Plan, Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
+from vllm_dhisparse.runtime.span import Span
 from vllm_dhisparse.runtime.tables import Tables, TableSizes
 from vllm_dhisparse.runtime.usage import UsageProbe
 
@@ -29,13 +30,15 @@ class LayerPlace(NamedTuple):
     """Where a layer's rows are.
 
     ``kv_cache``: [num_blocks, block_size, row_size]; ``latent_group``: column of
-    ``Tables.unit_blocks``; ``index_group``: number of its leader; ``host``: home of its rows.
+    ``Tables.unit_blocks``; ``index_group``: number of its leader; ``host``: home of its rows;
+    ``span``: reaches rows on the device where they are, None = they are copied to staging.
     """
 
     kv_cache: torch.Tensor
     latent_group: int
     index_group: int
     host: HostLayer
+    span: Span | None
 
 
 class StepInputs(NamedTuple):
@@ -55,7 +58,8 @@ class Device(NamedTuple):
 
     ``device``: of tables and staging; ``pinner``: makes host memory readable to it, None =
     it is; ``staging``: [staging_rows, row values], in the form that ``attention`` reads;
-    ``address``: from the metadata of a layer of the address group to the batch.
+    ``address``: from the metadata of a layer of the address group to the batch; ``span``:
+    from a layer's KV cache to what reaches its rows in place, None = they are copied.
     """
 
     device: torch.device
@@ -64,6 +68,7 @@ class Device(NamedTuple):
     scratch: Scratch
     attention: "RowAttention"
     address: Callable[[Any], Any]
+    span: Callable[[torch.Tensor], Span | None]
 
 
 class WorkerState:
@@ -118,7 +123,13 @@ class WorkerState:
         for number, (name, layer) in enumerate(layers.items()):
             host = self.pool.host_layer(number)
             self.places.append(
-                LayerPlace(layer.kv_cache, group_of[name], index_groups[number], host)
+                LayerPlace(
+                    layer.kv_cache,
+                    group_of[name],
+                    index_groups[number],
+                    host,
+                    device.span(layer.kv_cache),
+                )
             )
         self.tables = Tables(
             TableSizes(
@@ -186,6 +197,18 @@ class WorkerState:
         if probe is not None:
             self.counters.add_usage(probe.take(selected, inputs.queries, self.resolution))
         self.counters.add_resolution(self.resolution, inputs.metadata, index_group)
+
+    def retrieve(self, plan: Plan, place: LayerPlace) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bring a layer's rows to where attention reads them; return rows and index for it."""
+        unit_blocks = self.tables.unit_blocks[:, place.latent_group]
+        if place.span is None:
+            rows = self.ops.retrieve(plan, place.kv_cache, unit_blocks, place.host, self.staging)
+            return rows, plan.remap
+        ops = cast(InPlaceDataPlane, self.ops)
+        index = ops.retrieve_in_place(
+            plan, place.span, place.kv_cache, unit_blocks, place.host, self.scratch
+        )
+        return place.span.rows, index
 
     def close(self) -> None:
         """Unpin the host pool; its memory goes with the layers that still view it."""

@@ -20,6 +20,7 @@ from vllm_dhisparse.runtime.host_pool import HostLayer
 from vllm_dhisparse.runtime.plan import Plan, Queries, Resolution
 from vllm_dhisparse.runtime.restore import RestoredSpans
 from vllm_dhisparse.runtime.scratch import Scratch
+from vllm_dhisparse.runtime.span import Span
 from vllm_dhisparse.runtime.tables import Tables
 
 ImplementationName = Literal["reference", "cpu", "triton"]
@@ -188,62 +189,29 @@ class DataPlane(Protocol):
 
 
 class InPlaceDataPlane(DataPlane, Protocol):
-    """A data plane whose attention reads hits where they are, so that only misses move.
-
-    For slabs whose blocks are a whole number of rows apart, and rows of the query's dtype.
-    """
+    """A data plane that leaves hits where they are, so that only misses move."""
 
     def retrieve_in_place(
         self,
         plan: Plan,
+        span: Span,
         slab: torch.Tensor,
         unit_blocks: torch.Tensor,
         host: HostLayer,
-        staging: torch.Tensor,
         scratch: Scratch,
     ) -> torch.Tensor:
         """Fetch what is missing into its slot, or to staging when it has none.
 
         Args:
             plan: see ``retrieve``, as all that follow.
+            span: of the layer, with staging for the plan.
             slab: where hits lie.
             unit_blocks: of the layer's latent group.
             host: home of the layer's rows.
-            staging: [staging_rows, row_size].
             scratch: memory of the result.
 
         Returns:
-            [n] int32 - where row ``plan.union[i]`` is: rows from the start of the slab, or
-            ``-1 - place`` in staging.
-
-        """
-        ...
-
-    def attend_in_place(
-        self,
-        query: torch.Tensor,
-        slab: torch.Tensor,
-        staging: torch.Tensor,
-        places: torch.Tensor,
-        remap: torch.Tensor,
-        scale: float,
-        value_size: int,
-        scratch: Scratch | None = None,
-    ) -> torch.Tensor:
-        """Do what ``attend`` does, over the rows that ``retrieve_in_place`` left in two places.
-
-        Args:
-            query: see ``attend``, as all that is not named here.
-            slab: see ``retrieve_in_place``.
-            staging: see ``retrieve_in_place``.
-            places: from ``retrieve_in_place``.
-            remap: [num_tokens, top_k] int32 - index into ``places``, -1 = no row.
-            scale: of the scores.
-            value_size: of a row.
-            scratch: memory.
-
-        Returns:
-            [num_tokens, num_heads, value_size] - bit for bit what ``attend`` returns.
+            [num_tokens, top_k] int32 - ``plan.remap`` as rows of ``span.rows``, -1 = no row.
 
         """
         ...

@@ -13,6 +13,7 @@ from vllm_dhisparse.runtime.plan import Phase, Plan, Queries, Resolution, Tier
 from vllm_dhisparse.runtime.restore import RestoredSpans, copy_spans
 from vllm_dhisparse.runtime.row_format import decode, is_decoding
 from vllm_dhisparse.runtime.scratch import Scratch
+from vllm_dhisparse.runtime.span import Span
 from vllm_dhisparse.runtime.tables import NO_ROW, NO_SLOT, UNIT_ROWS, GroupTables, Tables
 
 
@@ -236,20 +237,23 @@ def retrieve(
 
 def retrieve_in_place(
     plan: Plan,
+    span: Span,
     slab: torch.Tensor,
     unit_blocks: torch.Tensor,
     host: HostLayer,
-    staging: torch.Tensor,
     scratch: Scratch,
 ) -> torch.Tensor:
-    everything = torch.empty(plan.union.numel(), slab.shape[2], dtype=slab.dtype)
+    num_rows = plan.union.numel()
+    everything = torch.empty(num_rows, slab.shape[2], dtype=slab.dtype)
     retrieve(plan, slab, unit_blocks, host, everything)
     has_slot = plan.slot >= 0
     block, offset = _blocks_and_offsets(plan.slot[has_slot], unit_blocks)
-    places = -1 - torch.arange(plan.union.numel(), dtype=torch.int32)
-    places[has_slot] = (block * (slab.stride(0) // slab.stride(1)) + offset).int()
-    _as_bytes(staging)[: len(places)][~has_slot] = _as_bytes(everything)[~has_slot]
-    return places
+    places = span.staging_first + torch.arange(num_rows, dtype=torch.int32)
+    places[has_slot] = (span.slab_first + block * span.block_rows + offset).int()
+    rank = torch.arange(num_rows)[~has_slot]
+    span.staging[rank // UNIT_ROWS, rank % UNIT_ROWS] = everything[~has_slot]
+    index = plan.remap.clamp(min=0).long()
+    return torch.where(plan.remap >= 0, places[index], -1) if num_rows else plan.remap
 
 
 def _blocks_and_offsets(
@@ -280,22 +284,3 @@ def attend(
     scores = scores.masked_fill(~valid[:, None, :], float("-inf"))
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # softmax of no row is NaN
     return torch.einsum("thk,tkd->thd", weights, picked[..., :value_size]).to(query.dtype)
-
-
-def attend_in_place(
-    query: torch.Tensor,
-    slab: torch.Tensor,
-    staging: torch.Tensor,
-    places: torch.Tensor,
-    remap: torch.Tensor,
-    scale: float,
-    value_size: int,
-    scratch: Scratch | None = None,
-) -> torch.Tensor:
-    size = ((slab.shape[0] - 1) * slab.stride(0) // slab.stride(1)) + slab.shape[1]
-    cached = slab.as_strided((size, slab.shape[2]), (slab.stride(1), 1))
-    rows = torch.empty(places.numel(), slab.shape[2], dtype=slab.dtype)
-    in_slab = places >= 0
-    rows[in_slab] = cached[places[in_slab].long()]
-    rows[~in_slab] = staging[-1 - places[~in_slab].long()]
-    return attend(query, rows[None], remap, scale, value_size, scratch)

@@ -14,6 +14,7 @@ from vllm_dhisparse.integration.cuda.row_counters import DeviceRowCounters
 from vllm_dhisparse.integration.cuda.self_check import (
     check_attention,
     check_host_pool,
+    check_reach,
     check_views,
 )
 from vllm_dhisparse.integration.cuda.workspace import Workspace, shared_workspace
@@ -97,6 +98,7 @@ class CudaImpl(DHiSparseImpl):
             workspace.scratch,
             workspace.attention,
             address_of,
+            workspace.span,
         )
 
     def self_check(
@@ -112,6 +114,7 @@ class CudaImpl(DHiSparseImpl):
         if worker is not None:
             check_views(layers, sizes)
             check_host_pool(worker)
+            check_reach(worker, workspace.query)
         staged = workspace.staging.dtype if worker is not None else sizes.dtype
         check_attention(workspace.attention, workspace.query, staged)
 

@@ -53,25 +53,62 @@ def check_attention(attention: RowAttention, query: torch.Tensor, dtype: torch.d
         RuntimeError: the answer is another one.
 
     """
-    device, generator = query.device, torch.Generator().manual_seed(0)
-    rows = torch.randn(_PROBE_ROWS, query.shape[2], generator=generator)
-    stored = (_encoded(rows) if dtype == torch.uint8 else rows.to(dtype)).to(device)
-    plain = (decode(stored) if dtype == torch.uint8 else stored).float()
+    stored = _random_rows(_PROBE_ROWS, query, dtype)
     remap = torch.full((3, 128), -1, dtype=torch.int32)
     remap[0, :3] = torch.tensor([0, _PROBE_ROWS - 1, 17])
-    remap[1] = torch.randint(_PROBE_ROWS, (128,), generator=generator)
+    remap[1] = torch.randint(_PROBE_ROWS, (128,), generator=torch.Generator().manual_seed(1))
     remap[2, 5:9] = 42  # the same row more than once, after nothing
+    picked = stored[remap.clamp(min=0).long().to(stored.device)]
+    _check_answer(attention, query, stored[None], remap, picked)
+
+
+def check_reach(worker: WorkerState, query: torch.Tensor) -> None:
+    """Attend to the last rows of KV cache and staging by one index, in every layer.
+
+    Raises:
+        RuntimeError: the answer is another one.
+
+    """
+    for place in worker.places:
+        if (span := place.span) is None:
+            continue
+        ends = place.kv_cache[-1, -1:], span.staging[-1, -1:]
+        stored = _random_rows(2, query, place.kv_cache.dtype)
+        for end, row in zip(ends, stored, strict=True):
+            end.copy_(row)
+        remap = torch.full((1, 128), -1, dtype=torch.int32)
+        in_slab = span.slab_first + (len(place.kv_cache) - 1) * span.block_rows + UNIT_ROWS - 1
+        remap[0, 1:3] = torch.tensor([in_slab, span.staging_first + worker.sizes.staging_rows - 1])
+        order = torch.zeros(1, 128, dtype=torch.long)
+        order[0, 2] = 1
+        picked = stored[order.to(stored.device)]
+        _check_answer(worker.attention, query, span.rows, remap, picked)
+        for end in ends:
+            end.zero_()
+
+
+def _check_answer(
+    attention: RowAttention,
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    remap: torch.Tensor,
+    picked: torch.Tensor,
+) -> None:
+    """Compare attention with plain torch over ``picked``, the rows that ``remap`` names."""
+    generator, device = torch.Generator().manual_seed(0), query.device
     remap = remap.to(device)
-    asked = query[:3]
+    asked = query[: len(remap)]
     asked.copy_(torch.randn(asked.shape, generator=generator))
     try:
         scale, value_size = query.shape[2] ** -0.5, 512
-        step = _ProbeStep()
-        found = attention.attend(asked, stored[None], remap, scale, value_size, step)
-        scores = torch.einsum("thd,tkd->thk", asked.float(), plain[remap.clamp(min=0).long()])
+        found = attention.attend(asked, rows, remap, scale, value_size, _ProbeStep())
+        if picked.dtype == torch.uint8:
+            picked = decode(picked.flatten(0, 1)).view(*remap.shape, -1)
+        plain = picked.float().masked_fill(remap[..., None] < 0, 0.0)
+        scores = torch.einsum("thd,tkd->thk", asked.float(), plain)
         scores = (scores * scale).masked_fill(remap[:, None] < 0, float("-inf"))
-        values = plain[remap.clamp(min=0).long()][..., :value_size]
-        expected = torch.einsum("thk,tkd->thd", torch.softmax(scores, -1), values)
+        weights = torch.softmax(scores, -1)
+        expected = torch.einsum("thk,tkd->thd", weights, plain[..., :value_size])
         error = (found.float() - expected).abs().max() / expected.abs().max()
         if not error <= _TOLERANCE:  # NaN is an error too
             raise RuntimeError(
@@ -79,9 +116,14 @@ def check_attention(attention: RowAttention, query: torch.Tensor, dtype: torch.d
                 f"the largest value on {device}; please report this with your GPU and driver"
             )
         if device.type == "cuda":
-            _check_replay(attention, asked, stored, remap, scale, value_size, found)
+            _check_replay(attention, asked, rows, remap, scale, value_size, found)
     finally:
         asked.zero_()
+
+
+def _random_rows(count: int, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rows = torch.randn(count, query.shape[2], generator=torch.Generator().manual_seed(2))
+    return (_encoded(rows) if dtype == torch.uint8 else rows.to(dtype)).to(query.device)
 
 
 class _ProbeStep:
@@ -94,7 +136,7 @@ class _ProbeStep:
 def _check_replay(
     attention: RowAttention,
     query: torch.Tensor,
-    stored: torch.Tensor,
+    rows: torch.Tensor,
     remap: torch.Tensor,
     scale: float,
     value_size: int,
@@ -102,7 +144,7 @@ def _check_replay(
 ) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(query, stored[None], remap, scale, value_size, _ProbeStep())
+        out = attention.attend(query, rows, remap, scale, value_size, _ProbeStep())
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ see ``resolution``. What other implementations assert, kernels leave out and not
 ``Tables.errors``; ``raise_errors`` looks there.
 """
 
-from vllm_dhisparse.runtime.triton.attention import attend, attend_in_place
+from vllm_dhisparse.runtime.triton.attention import attend
 from vllm_dhisparse.runtime.triton.commands import apply
 from vllm_dhisparse.runtime.triton.copies import publish, restore, retrieve, retrieve_in_place
 from vllm_dhisparse.runtime.triton.errors import raise_errors
@@ -16,7 +16,6 @@ from vllm_dhisparse.runtime.triton.resolution import resolve
 __all__ = [
     "apply",
     "attend",
-    "attend_in_place",
     "enter",
     "host_rows",
     "publish",

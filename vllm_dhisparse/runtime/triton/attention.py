@@ -25,34 +25,6 @@ def attend(
     value_size: int,
     scratch: Scratch | None = None,
 ) -> torch.Tensor:
-    return _attend(query, rows, None, None, remap, scale, value_size, scratch)
-
-
-def attend_in_place(
-    query: torch.Tensor,
-    slab: torch.Tensor,
-    staging: torch.Tensor,
-    places: torch.Tensor,
-    remap: torch.Tensor,
-    scale: float,
-    value_size: int,
-    scratch: Scratch | None = None,
-) -> torch.Tensor:
-    assert slab.stride(0) % slab.stride(1) == 0, "a block is not whole rows"
-    assert staging.stride(0) == slab.stride(1) == slab.shape[2], "rows differ in their strides"
-    return _attend(query, slab, staging, places, remap, scale, value_size, scratch)
-
-
-def _attend(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    staging: torch.Tensor | None,
-    places: torch.Tensor | None,
-    remap: torch.Tensor,
-    scale: float,
-    value_size: int,
-    scratch: Scratch | None,
-) -> torch.Tensor:
     num_tokens, num_heads, _ = query.shape
     assert rows.dtype == query.dtype
     assert shapes.INTERPRETED or query.dtype == torch.bfloat16, "products are of bfloat16"
@@ -64,15 +36,13 @@ def _attend(
     scratch = scratch or Scratch(query.device)
     for first in range(0, num_tokens, turn):
         part = slice(first, first + turn)
-        _serve(query[part], rows, staging, places, remap[part], scale, out[part], splits, scratch)
+        _serve(query[part], rows, remap[part], scale, out[part], splits, scratch)
     return out
 
 
 def _serve(
     query: torch.Tensor,
     rows: torch.Tensor,
-    staging: torch.Tensor | None,
-    places: torch.Tensor | None,
     remap: torch.Tensor,
     scale: float,
     out: torch.Tensor,
@@ -90,8 +60,6 @@ def _serve(
     attend_split[(num_tokens, -(-num_heads // shapes.HEADS), splits)](
         query,
         rows,
-        rows if staging is None else staging,  # not touched without places
-        weights if places is None else places,
         remap,
         parts,
         weights,
@@ -109,8 +77,7 @@ def _serve(
         BLOCK_ROPE=max(_LEAST_DOT, shapes.next_power_of_two(row_size - value_size)),
         BLOCK_HEADS=shapes.HEADS,
         BLOCK_KEYS=shapes.KEYS,
-        IN_PLACE=places is not None,
-        PAGE_ROWS=rows.shape[1] if page_gap and places is None else 0,
+        PAGE_ROWS=rows.shape[1] if page_gap else 0,
         UPCAST=shapes.INTERPRETED,
         num_warps=shapes.ATTENTION_WARPS,
         num_stages=2,

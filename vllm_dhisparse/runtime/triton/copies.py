@@ -8,11 +8,13 @@ import torch
 from vllm_dhisparse.kernels import shapes
 from vllm_dhisparse.kernels.copies import publish_rows, restore_rows, retrieve_rows
 from vllm_dhisparse.kernels.decoding import retrieve_decoded
+from vllm_dhisparse.kernels.remapping import place_selections
 from vllm_dhisparse.runtime.host_pool import HostLayer
 from vllm_dhisparse.runtime.plan import Plan
 from vllm_dhisparse.runtime.restore import RestoredSpans
 from vllm_dhisparse.runtime.row_format import DECODED_SIZE, is_decoding
 from vllm_dhisparse.runtime.scratch import Scratch
+from vllm_dhisparse.runtime.span import Span
 from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 
@@ -72,24 +74,36 @@ def retrieve(
     host: HostLayer,
     staging: torch.Tensor,
 ) -> torch.Tensor:
+    capacity = plan.union.numel()
+    assert capacity <= staging.shape[0]
+    assert staging.is_contiguous()
     if is_decoding(slab, staging):
         _retrieve_decoded(plan, slab, unit_blocks, host, staging)
     else:
-        _retrieve(plan, slab, unit_blocks, host, staging, None)
-    return staging[: plan.union.numel()][None]
+        pages = staging[None]
+        _retrieve(plan, slab, unit_blocks, host, pages, UNIT_ROWS * staging.stride(0), None, None)
+    return staging[:capacity][None]
 
 
 def retrieve_in_place(
     plan: Plan,
+    span: Span,
     slab: torch.Tensor,
     unit_blocks: torch.Tensor,
     host: HostLayer,
-    staging: torch.Tensor,
     scratch: Scratch,
 ) -> torch.Tensor:
+    staging, remap = span.staging, plan.remap
+    assert plan.union.numel() <= staging.shape[0] * UNIT_ROWS
+    assert remap.is_contiguous()
     places = scratch.take("places", plan.union.numel(), dtype=torch.int32)
-    _retrieve(plan, slab, unit_blocks, host, staging, places)
-    return places
+    index = scratch.take("index", *remap.shape, dtype=torch.int32)
+    _retrieve(plan, slab, unit_blocks, host, staging, staging.stride(0), span, places)
+    if remap.numel():
+        place_selections[(-(-remap.numel() // shapes.SELECTIONS),)](
+            remap, places, index, remap.numel(), BLOCK=shapes.SELECTIONS
+        )
+    return index
 
 
 def _retrieve(
@@ -98,13 +112,14 @@ def _retrieve(
     unit_blocks: torch.Tensor,
     host: HostLayer,
     staging: torch.Tensor,
+    staging_stride: int,
+    span: Span | None,
     places: torch.Tensor | None,
 ) -> None:
     _check_layer(slab, host)
     capacity = plan.union.numel()
-    assert staging.is_contiguous()
     assert staging.dtype == slab.dtype
-    assert capacity <= staging.shape[0]
+    assert staging.stride()[1:] == (slab.shape[2], 1)
     if capacity == 0:
         return
     shape = _row_shape(host.pages, slab, staging)
@@ -118,13 +133,16 @@ def _retrieve(
         slab.data_ptr(),
         staging.data_ptr(),
         capacity,
+        0 if span is None else span.slab_first,
+        0 if span is None else span.staging_first,
         host.chunk_rows,
         unit_blocks.stride(0),
         slab.stride(0) * slab.itemsize,
         slab.stride(1) * slab.itemsize,
-        slab.stride(0) // slab.stride(1),
+        staging_stride * staging.itemsize,
+        0 if span is None else span.block_rows,
         UNIT_ROWS=UNIT_ROWS,
-        HITS_IN_PLACE=places is not None,
+        HITS_IN_PLACE=span is not None,
         **shape,
     )
 
@@ -139,8 +157,6 @@ def _retrieve_decoded(
     _check_layer(slab, host)
     capacity = plan.union.numel()
     assert staging.shape[1] == DECODED_SIZE
-    assert staging.is_contiguous()
-    assert capacity <= staging.shape[0]
     assert _alignment(host.pages, slab, staging) == 16, "rows are not on 16-byte boundaries"
     if capacity == 0:
         return
