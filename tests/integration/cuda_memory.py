@@ -6,6 +6,7 @@ kernels, which write rows and select positions.
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -49,7 +50,7 @@ class Arena:
     """
 
     def __init__(self, staging_first):
-        self.memory = torch.zeros(16 << 20, dtype=torch.uint8)
+        self.memory = torch.zeros(64 << 20, dtype=torch.uint8)
         self.staging_first = staging_first
 
     def staging(self, num_bytes, device):
@@ -144,6 +145,7 @@ class CudaMemory:
         self.events = Counter()
         self.selected_rows = 0
         self.addresses = None
+        self.guard = lambda *_: nullcontext()  # around what a graph would hold
         self._build_model(setup, num_layers)
         self._plan_cache(setup)
         self.connector = DHiSparseConnector(
@@ -261,7 +263,8 @@ class CudaMemory:
                 self.topk[num_tokens:total] = 7  # what padding leaves there is no selection
             query = torch.randn(2, total, HEADS, ROW, generator=self.random).to(torch.bfloat16)
             latent = query[0].transpose(0, 1).contiguous().transpose(0, 1)[..., :LATENT]
-            with override_forward_context(SimpleNamespace(attn_metadata=self.by_layer)):
+            context = override_forward_context(SimpleNamespace(attn_metadata=self.by_layer))
+            with context, self.guard(number, metadata[group]):
                 layer.impl.record_logical_topk_ready()
                 layer.impl.prepare_for_batch(metadata[group])
                 out, _ = layer.impl.forward_mqa(

@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(1200)
 def test_the_cuda_path_runs_on_the_triton_plane():
-    schedules = "short_schedule and (FlashMLA or fp8_ds_mla)"
-    tests = f"({schedules}) or padding_alone or reads_wrongly"
-    file = "tests/integration/test_cuda_path.py"
+    schedules = "short_schedule and (Hopper or bfloat16 or decoded)"
+    tests = f"({schedules}) or padding_alone or reads_wrongly or graph_can_hold"
+    files = ["tests/integration/test_cuda_path.py", "tests/integration/test_cuda_graphs.py"]
     environment = {"TRITON_INTERPRET": "1", "CUDA_PATH_PLANE": "triton", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", tests, "--timeout", "600", file],
+        [sys.executable, "-m", "pytest", "-q", "-k", tests, "--timeout", "600", *files],
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,

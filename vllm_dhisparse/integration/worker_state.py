@@ -157,10 +157,6 @@ class WorkerState:
         turn, rest = divmod(commands.step + 1, self.sizes.config.stats_interval_steps)
         is_sampled = self.counters.samples_usage and not rest
         self._sampled_group = turn % self.tables.sizes.index_groups if is_sampled else -1
-        # Kernels cannot raise; now and then it is worth to wait for what they found impossible.
-        raise_errors = getattr(self.ops, "raise_errors", None)
-        if raise_errors is not None and not rest:
-            raise_errors(self.tables)
         spans = self.ops.apply(commands, self.tables)
         if not len(spans.units):
             return

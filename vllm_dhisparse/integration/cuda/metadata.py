@@ -129,6 +129,8 @@ class BatchColumns:
         assert common.is_prefilling is not None
         flags = common.is_prefilling[:num_reqs]  # shorter where a graph pads the requests
         is_prefill[len(flags) :] = False
+        if is_prefill.is_cuda and not flags.is_cuda:
+            flags = flags.pin_memory()  # a copy from pageable memory may wait for the device
         is_prefill[: len(flags)].copy_(flags, non_blocking=True)
         # vLLM's flag ends with the prompt; an answer is computed again only after it.
         is_prefill |= lengths > self._max_generation_tokens

@@ -1,6 +1,7 @@
 """Counts of one worker on CUDA: summed on the device, read when the device has come that far."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,11 @@ _WRITTEN, _VERIFIES, _RESTORED, _PASSES, _WIDTH = (_FETCHED.stop + i for i in ra
 
 
 class _Snapshot(NamedTuple):
+    """``counts``: [index_groups, counters]; ``errors``: [1]; ``event``: None on the host."""
+
     counts: torch.Tensor
-    event: Any  # torch.cuda.Event, None on the host
+    errors: torch.Tensor
+    event: Any
 
 
 class DeviceRowCounters:
@@ -44,6 +48,19 @@ class DeviceRowCounters:
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._is_cuda = device.type == "cuda"
         self._pending: deque[_Snapshot] = deque()
+        self._free: list[_Snapshot] = []
+        self._errors = torch.zeros(1, dtype=torch.int32, device=device)
+        self._raise_word: Callable[[int], None] = lambda word: None
+
+    def watch(self, errors: torch.Tensor, raise_word: Callable[[int], None]) -> None:
+        """Look at an error word with every snapshot, instead of waiting for the device.
+
+        Args:
+            errors: [1] int32, on the device.
+            raise_word: raises what the bits of a word mean.
+
+        """
+        self._errors, self._raise_word = errors, raise_word
 
     def add_resolution(
         self, resolution: Resolution, metadata: CudaMetadata, index_group: int
@@ -73,14 +90,13 @@ class DeviceRowCounters:
 
     def begin_step(self) -> None:
         """Send the counters of the step before to the host; outside graphs."""
-        counts = torch.empty(self._table.shape, dtype=torch.int64, pin_memory=self._is_cuda)
-        counts.copy_(self._table, non_blocking=True)
+        snapshot = self._free.pop() if self._free else self._new_snapshot()
+        snapshot.counts.copy_(self._table, non_blocking=True)
+        snapshot.errors.copy_(self._errors, non_blocking=True)
         self._table.zero_()
-        event = None
-        if self._is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._pending.append(_Snapshot(counts, event))
+        if snapshot.event is not None:
+            snapshot.event.record()
+        self._pending.append(snapshot)
 
     def take_stats(self) -> DHiSparseStats | None:
         """Return what the device has finished, for /metrics, and start again."""
@@ -116,9 +132,20 @@ class DeviceRowCounters:
         row[_WRITTEN] += written
         row[_VERIFIES] += metadata.verifies[0]
 
+    def _new_snapshot(self) -> _Snapshot:
+        """Allocate one; as many exist as steps are ahead of the device."""
+        return _Snapshot(
+            torch.empty(self._table.shape, dtype=torch.int64, pin_memory=self._is_cuda),
+            torch.empty(1, dtype=torch.int32, pin_memory=self._is_cuda),
+            torch.cuda.Event() if self._is_cuda else None,  # type: ignore[no-untyped-call]
+        )
+
     def _read(self) -> None:
         while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
-            counts = self._pending.popleft().counts
+            snapshot = self._pending.popleft()
+            self._free.append(snapshot)
+            self._raise_word(int(snapshot.errors))
+            counts = snapshot.counts
             self._totals.begin_step()
             for index_group, row in enumerate(counts):
                 selected = row[_SELECTED].view(len(Phase), len(Tier))

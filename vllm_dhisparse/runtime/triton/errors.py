@@ -27,9 +27,14 @@ def messages(word: int) -> list[str]:
     return [text for bit, text in _MESSAGES.items() if word & bit.value]
 
 
+def raise_word(word: int) -> None:
+    """Raise an AssertionError if a bit of an error word is set."""
+    if word:
+        raise AssertionError("; ".join(messages(word)))
+
+
 def raise_errors(tables: Tables) -> None:
     """Raise an AssertionError if a kernel found something impossible; waits for the device."""
     word = int(tables.errors)
-    if word:
-        tables.errors.zero_()
-        raise AssertionError("; ".join(messages(word)))
+    tables.errors.zero_()
+    raise_word(word)
