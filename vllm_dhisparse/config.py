@@ -40,7 +40,8 @@ class DHiSparseConfig:
         stats_interval_steps: steps between two looks at the ages of hit rows and at what
             each request reads, for the metrics.
         draft_kv: ``ring``: windowed layers of a drafter keep only the rows that a draft can
-            see, whatever the context. ``full``: vLLM's own managers keep draft KV.
+            see, whatever the context. ``full``: vLLM's own managers keep draft KV. Default:
+            ``ring`` on a CPU, ``full`` on CUDA, which has no rings yet.
         draft_window_tokens: window for the layers of a drafter that attends to all tokens,
             so that rings can hold its KV. Changes what the drafter proposes, never what is
             accepted. Default: none.
@@ -68,7 +69,7 @@ class DHiSparseConfig:
     adopt_units_per_step: int | None = None
     restore_rows_per_step: int = 2048
     stats_interval_steps: int = 32
-    draft_kv: str = "ring"
+    draft_kv: str | None = None
     draft_window_tokens: int | None = None
     huge_pages: bool = True
     numa_nodes: Sequence[int] | None = None
@@ -76,7 +77,8 @@ class DHiSparseConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("residency", self.residency, RESIDENCIES)
-        _require_one_of("draft_kv", self.draft_kv, DRAFT_KV)
+        if self.draft_kv is not None:
+            _require_one_of("draft_kv", self.draft_kv, DRAFT_KV)
         _require_positive("host_pool_gib", self.host_pool_gib)
         _require_whole("fixed_rows_per_request", self.fixed_rows_per_request, least=0)
         _require_whole("base_rows_per_request", self.base_rows_per_request, least=0)

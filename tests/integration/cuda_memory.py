@@ -4,17 +4,14 @@ What is not real here: the driver under CuPy, FlashMLA's two operators, and the 
 kernels, which write rows and select positions.
 """
 
-import os
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
-from fake_cuda_runtime import FakeCudaRuntime
 from fake_flash_mla import LATENT, ROW, decode_fp8_rows, sparse_attention
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import override_forward_context
-from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
@@ -25,91 +22,19 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_dhisparse.core.commands import UnitState
-from vllm_dhisparse.integration import worker_side
 from vllm_dhisparse.integration.connector import DHiSparseConnector
-from vllm_dhisparse.integration.cuda import backend, workspace
+from vllm_dhisparse.integration.cuda import backend
 from vllm_dhisparse.integration.cuda.address import address_of
 from vllm_dhisparse.integration.messages import StepMetadata
-from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
-from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.tables import NO_PAGE, UNIT_ROWS
 
 from .cuda_config import MAX_TOKENS, engine_config
+from .cuda_stand_ins import Arena, IndexerCache, arrange
+from .row_memory import check_held, select_positions
 
-PLANE = os.environ.get("CUDA_PATH_PLANE", "cpu")
-"""The implementation of the data plane that runs in the place of Triton's on a GPU."""
 KERNEL_BLOCK = 64  # of vLLM's indexer
 HEADS = 3
 SCALE = 0.07
-
-
-class Arena:
-    """Device memory from which KV cache and staging come, the one before or behind the other.
-
-    One index has to reach both, so they must not lie terabytes apart, as the host's may.
-    """
-
-    def __init__(self, staging_first):
-        self.memory = torch.zeros(64 << 20, dtype=torch.uint8)
-        self.staging_first = staging_first
-
-    def staging(self, num_bytes, device):
-        memory = self.memory if self.staging_first else self.memory[-num_bytes - 16 :]
-        return memory[memory.data_ptr() % 16 :][:num_bytes]
-
-    def cache(self, num_bytes):
-        if not self.staging_first:
-            return self.memory[:num_bytes]
-        used = len(self.memory) - num_bytes
-        return self.memory[used - used % 16 :][:num_bytes]
-
-
-def data_plane(_):
-    """Return the plane under test; only the tests read in place on the CPU."""
-    if PLANE == "triton":
-        return implementation(PLANE)
-    in_place = implementation("reference").retrieve_in_place
-    return SimpleNamespace(**vars(implementation(PLANE)), retrieve_in_place=in_place)
-
-
-def arrange(monkeypatch, vllm_config, reason=None, alias=0, arena=None, capability=(9, 0)):
-    """Put the stand-ins for driver and device in place."""
-    runtime = FakeCudaRuntime(alias=alias)
-    platform = SimpleNamespace(get_device_capability=lambda: DeviceCapability(*capability))
-    monkeypatch.setattr(workspace, "current_platform", platform)
-    if reason is not None:
-        monkeypatch.setattr(workspace, "unavailable_reason", lambda _: reason)
-    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: vllm_config)
-    monkeypatch.setattr(backend, "CudaPinner", lambda: CudaPinner(runtime))
-    monkeypatch.setattr(worker_side, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(worker_side, "data_plane", data_plane)
-    monkeypatch.setattr(workspace, "data_plane", data_plane)
-    if arena is not None:
-        monkeypatch.setattr(workspace, "allocate_staging", arena.staging)
-    return runtime
-
-
-class IndexerBuilder:
-    """As vLLM's: it keeps nothing of the block table that a layer could use."""
-
-    requires_block_table_width = True
-
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, *, block_table_width):
-        self.kv_cache_spec = kv_cache_spec
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        return SimpleNamespace(seq_lens=common_attn_metadata.seq_lens)
-
-
-class IndexerBackend:
-    @staticmethod
-    def get_builder_cls():
-        return IndexerBuilder
-
-
-class IndexerCache(torch.nn.Module):
-    def get_attn_backend(self):
-        return IndexerBackend
 
 
 def rows_of(contents, layer, cache_dtype):
@@ -196,8 +121,8 @@ class CudaMemory:
         )
         resident = setup.residency == "resident"
         spec = backend.CudaBackend.customize_spec(stock)
-        names, count = list(self.layers), setup.num_groups
-        self.latent_groups = [names[group::count] for group in range(count)]
+        names, num_latent = list(self.layers), setup.num_groups
+        self.latent_groups = [names[group::num_latent] for group in range(num_latent)]
         keys = MLAAttentionSpec(
             block_size=setup.page_tokens,
             num_kv_heads=1,
@@ -208,14 +133,16 @@ class CudaMemory:
         page = spec.page_size_bytes
         assert resident or page == keys.page_size_bytes, "pages of the two kinds differ"
         groups = [KVCacheGroupSpec(names, spec) for names in self.latent_groups]
-        groups.append(KVCacheGroupSpec(list(self.indexers), keys))
-        num_slabs = -(-len(names) // count)
+        count = setup.num_indexer_groups
+        self.indexer_groups = [list(self.indexers)[group::count] for group in range(count)]
+        groups += [KVCacheGroupSpec(names, keys) for names in self.indexer_groups]
+        num_slabs = -(-len(names) // num_latent)
         self.bytes = self.arena.cache(num_slabs * setup.num_blocks * page)
         self.bytes = self.bytes.fill_(0xFF).view(num_slabs, setup.num_blocks, page)
         row_size = spec.unpadded_page_size_bytes // UNIT_ROWS // stock.dtype.itemsize
         shape = setup.num_blocks, UNIT_ROWS, row_size
         for number, layer in enumerate(self.layers.values()):
-            slab = self.bytes[number // count].view(stock.dtype)
+            slab = self.bytes[number // num_latent].view(stock.dtype)
             layer.kv_cache = slab.as_strided(
                 shape, (slab.stride(0), row_size, 1), slab.storage_offset()
             )
@@ -231,7 +158,7 @@ class CudaMemory:
         builder_class = next(iter(self.indexers.values())).get_attn_backend().get_builder_cls()
         self.address_builder = builder_class(
             keys.copy_with_new_block_size(KERNEL_BLOCK),
-            list(self.indexers),
+            self.indexer_groups[0],
             self.config,
             device,
             block_table_width=1,
@@ -240,11 +167,7 @@ class CudaMemory:
     def apply(self, commands, units, pages):
         """Apply a step's commands; ``units`` and ``pages`` are what the scheduler then held."""
         self.connector.bind_connector_metadata(StepMetadata((), commands))
-        tables = self.worker.tables
-        for state, blocks in units.items():
-            held = tables.unit_blocks[tables.unit_state == state]
-            assert sorted(held.flatten().tolist()) == sorted(blocks), state
-        assert tables.page_of_block.tolist() == pages
+        check_held(self.worker.tables, units, pages)
 
     def run(self, batch):
         """Build metadata, write, select and attend, layer by layer."""
@@ -258,7 +181,7 @@ class CudaMemory:
             rows = rows_of(batch.contents, number, self.cache_dtype)
             layer.kv_cache[slots // UNIT_ROWS, slots % UNIT_ROWS] = rows
             if layer.impl.is_leader:
-                selected = self.select(batch.queries)
+                selected = select_positions(batch.queries, self.top_k, self.random)
                 self.topk[:num_tokens] = selected
                 self.topk[num_tokens:total] = 7  # what padding leaves there is no selection
             query = torch.randn(2, total, HEADS, ROW, generator=self.random).to(torch.bfloat16)
@@ -310,7 +233,7 @@ class CudaMemory:
             builder.build(0, common(latent_table, slots))
             for builder, slots in zip(self.builders, batch.latent_slots, strict=True)
         ]
-        self.by_layer = dict.fromkeys(self.indexers, address)
+        self.by_layer = dict.fromkeys(self.indexer_groups[0], address)  # no other has a page
         for names, group in zip(self.latent_groups, built, strict=True):
             self.by_layer |= dict.fromkeys(names, group)
         self.check_addresses([address_of(address), *built])
@@ -327,18 +250,6 @@ class CudaMemory:
         addresses = [view.data_ptr() for view in views]
         assert self.addresses in (None, addresses), "a tensor of the graph has moved"
         self.addresses = addresses
-
-    def select(self, queries):
-        """Positions near and far, of the first rows that prefixes share, and none."""
-        shape = len(queries.visible), self.top_k
-        visible = queries.visible[:, None]
-        far = (torch.rand(shape, generator=self.random) * visible).int()
-        recent = visible - torch.randint(-1, 6, shape, generator=self.random)
-        kinds = torch.stack([far, far, far // 4, recent.int(), torch.full_like(far, -1)])
-        kind = torch.randint(0, len(kinds), shape, generator=self.random)
-        selected = kinds.gather(0, kind[None])[0]
-        selected[:, 1::4] = selected[:, ::4]  # twice
-        return selected
 
     def compare(self, number, batch, selected, query, out):
         """The answer is, to the bit, that of the rows that the requests wrote."""

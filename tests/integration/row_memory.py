@@ -68,6 +68,27 @@ def rows_of(contents, layer):
     return torch.stack([mixed >> shift & 0xFFFFF for shift in (0, 20, 40)], dim=-1).float()
 
 
+def select_positions(queries, top_k, random):
+    """Positions near and far, of the first rows that prefixes share, and none."""
+    shape = len(queries.visible), top_k
+    visible = queries.visible[:, None]
+    far = (torch.rand(shape, generator=random) * visible).int()
+    recent = visible - torch.randint(-1, 6, shape, generator=random)
+    kinds = torch.stack([far, far, far // 4, recent.int(), torch.full_like(far, -1)])
+    kind = torch.randint(0, len(kinds), shape, generator=random)
+    selected = kinds.gather(0, kind[None])[0]
+    selected[:, 1::4] = selected[:, ::4]  # twice
+    return selected
+
+
+def check_held(tables, units, pages):
+    """Units and pages are what the scheduler then held."""
+    for state, blocks in units.items():
+        held = tables.unit_blocks[tables.unit_state == state]
+        assert sorted(held.flatten().tolist()) == sorted(blocks), state
+    assert tables.page_of_block.tolist() == pages
+
+
 def check_plans(plans, union, before, after):
     """Laws 2 and 4: a row of the union keeps its slot, and a missing one is fetched once.
 
@@ -128,12 +149,8 @@ class RowMemory:
 
     def apply(self, commands, units, pages):
         """Apply a step's commands; ``units`` and ``pages`` are what the scheduler then held."""
-        tables = self.tables
-        self.ops.apply(commands, tables)
-        for state, blocks in units.items():
-            held = tables.unit_blocks[tables.unit_state == state]
-            assert sorted(held.flatten().tolist()) == sorted(blocks), state
-        assert tables.page_of_block.tolist() == pages
+        self.ops.apply(commands, self.tables)
+        check_held(self.tables, units, pages)
 
     def run(self, batch):
         """Write the rows of the step and read what its queries select, layer by layer."""
@@ -159,7 +176,7 @@ class RowMemory:
         slot_of_row, queries = self.tables.slot_of_row[group], batch.queries
         before = slot_of_row.clone()
         assert torch.equal(before[host_rows].long(), written), "a written row is not in the map"
-        selected = self.select(queries)
+        selected = select_positions(queries, self.top_k, self.random)
         valid = (selected >= 0) & (selected < queries.visible[:, None])
         request = queries.request_of_token[:, None].long()
         position = selected.where(valid, torch.zeros_like(selected)).long()
@@ -192,18 +209,6 @@ class RowMemory:
             }
         )
         return Asked(plans, batch.history[request, position], missing)
-
-    def select(self, queries):
-        """Positions near and far, of the first rows that prefixes share, and none."""
-        shape = len(queries.visible), self.top_k
-        visible = queries.visible[:, None]
-        far = (torch.rand(shape, generator=self.random) * visible).int()
-        recent = visible - torch.randint(-1, 6, shape, generator=self.random)
-        kinds = torch.stack([far, far, far // 4, recent.int(), torch.full_like(far, -1)])
-        kind = torch.randint(0, len(kinds), shape, generator=self.random)
-        selected = kinds.gather(0, kind[None])[0]
-        selected[:, 1::4] = selected[:, ::4]  # twice
-        return selected
 
     def read(self, number, asked):
         """Retrieve the rows of a layer and compare them with what was written.

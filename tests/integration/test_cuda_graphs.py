@@ -10,7 +10,8 @@ import torch
 from fake_flash_mla import NAMESPACE, define
 from graph_rules import GraphRules
 
-from .cuda_memory import PLANE, CudaMemory
+from .cuda_memory import CudaMemory
+from .cuda_stand_ins import PLANE
 from .kv_setup import Setup
 from .kv_world import World
 

@@ -24,9 +24,10 @@ from vllm_dhisparse.integration.cuda.self_check import (
 )
 from vllm_dhisparse.integration.layers import PlaneAttention
 
-from . import cuda_memory
+from . import cuda_stand_ins
 from .cuda_config import engine_config
-from .cuda_memory import PLANE, CudaMemory, rows_of
+from .cuda_memory import CudaMemory, rows_of
+from .cuda_stand_ins import PLANE
 from .kv_setup import Setup
 from .kv_world import World
 
@@ -46,7 +47,6 @@ def make_world(
     monkeypatch, seed, cache_dtype, reason=None, capability=(9, 0), in_place=True, **settings
 ):
     setup = Setup(
-        num_blocks=50,
         num_pages=12,
         block_tokens=64,
         page_tokens=PAGE_TOKENS[cache_dtype],
@@ -55,7 +55,7 @@ def make_world(
         top_k=40,
         staging_rows=128,
         seed=seed,
-        **{"num_index_groups": 2, **settings},
+        **{"num_blocks": 50, "num_index_groups": 2, **settings},
     )
     world = World(setup)
     memory = CudaMemory(setup, monkeypatch, cache_dtype, reason, capability)
@@ -130,6 +130,21 @@ def test_a_short_schedule(monkeypatch, cache_dtype, reason, capability, in_place
     } == set()
 
 
+def test_leaders_of_every_indexer_group_take_addresses_from_the_first(monkeypatch):
+    """A drafter's small pages split latent and indexer layers into many groups."""
+    settings = {"residency": "fixed", "num_indexer_groups": 2, "num_drafts": 3, "lag": 1}
+    world, memory = make_world(monkeypatch, 4, "fp8_ds_mla", **settings, num_blocks=80)
+    assert [len(names) for names in memory.indexer_groups] == [1, 1]
+    for num_new in (330, 30):
+        world.add_request(0, 0, num_new, max_tokens=12)
+    for _ in range(6):
+        world.schedule()
+        world.check()
+    world.close()
+    assert memory.events["fetches"]
+    assert memory.events["hits"]
+
+
 def layer_of(memory):
     layer = next(iter(memory.layers.values()))
     query = torch.ones(6, 3, 512, dtype=torch.bfloat16), torch.ones(6, 3, 64, dtype=torch.bfloat16)
@@ -178,7 +193,7 @@ def test_the_model_writes_the_rows_itself(monkeypatch):
 
 def test_a_failing_registration_names_the_limits(monkeypatch):
     failing = FakeCudaRuntime(fail_at=1)
-    monkeypatch.setattr(cuda_memory, "FakeCudaRuntime", lambda **_: failing)
+    monkeypatch.setattr(cuda_stand_ins, "FakeCudaRuntime", lambda **_: failing)
     with pytest.raises(RuntimeError, match=r"cannot pin .* Lower dhisparse\.host_pool_gib"):
         small_memory(monkeypatch)
     assert not failing.ranges
@@ -255,46 +270,6 @@ def test_pages_come_from_the_smaller_blocks_of_the_indexer():
     first = columns.build(batch).block_table
     assert torch.equal(first, blocks.int())
     assert columns.build(batch).block_table.data_ptr() == first.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"kv_cache_dtype": "bfloat16"}, None),
-        ({"kv_cache_dtype": "fp8_ds_mla", "device_capability": DeviceCapability(10, 0)}, None),
-        ({"use_adaptive_verification": True}, None),
-        ({"use_kv_connector": True}, None),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        ({"dtype": torch.float16}, "dtype not supported"),
-        ({"head_size": 512}, "head_size not supported"),
-        ({"device_capability": DeviceCapability(8, 0)}, "compute capability not supported"),
-        ({"use_sparse": False}, "non-sparse not supported"),
-        ({"use_mla": False}, "non-MLA not supported"),
-        ({"has_sliding_window": True}, "sliding window not supported"),
-        ({"use_dcp": True}, "DCP not supported"),
-        ({"use_pcp": True}, "PCP not supported"),
-        ({"block_size": 32}, "block_size not supported"),
-    ],
-    ids=str,
-)
-def test_what_the_backend_accepts(changes, reason):
-    stock = dict.fromkeys(
-        ["has_sink", "use_mm_prefix", "use_per_head_quant_scales", "has_sliding_window"], False
-    )
-    settings = {
-        "head_size": 576,
-        "dtype": torch.bfloat16,
-        "kv_cache_dtype": "auto",
-        "block_size": None,
-        "use_mla": True,
-        "use_sparse": True,
-        "device_capability": DeviceCapability(9, 0),
-        "attn_type": "decoder",
-        **stock,
-    }
-    found = CudaBackend.validate_configuration(**(settings | changes))
-    assert found == ([] if reason is None else [reason])
 
 
 def test_flash_mla_is_used_only_as_it_was_recorded(flash_mla_operators, monkeypatch):
@@ -384,7 +359,7 @@ def test_a_start_that_fails_leaves_nothing_pinned(monkeypatch):
     runtimes = []
     monkeypatch.setattr(backend, "check_attention", fail)
     monkeypatch.setattr(
-        cuda_memory,
+        cuda_stand_ins,
         "FakeCudaRuntime",
         lambda **_: runtimes.append(FakeCudaRuntime()) or runtimes[0],
     )

@@ -23,6 +23,7 @@ from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec
 from vllm_dhisparse.integration.manager import DHiSparseManager
 from vllm_dhisparse.integration.messages import WorkerReport
 from vllm_dhisparse.integration.metadata import DHiSparseMetadataBuilder
+from vllm_dhisparse.integration.speculators import DraftSpeculator
 from vllm_dhisparse.integration.verification import PricedVerification
 
 RECORD = json.loads(seams.RECORD.read_text())
@@ -54,6 +55,7 @@ OVERRIDES = [
     (CudaImpl, seams.IMPL, (CUDA,)),
     (CudaImpl, "v1/attention/backend.py:AttentionImplBase", (CUDA,)),
     (CudaHooks, seams.CUDA_PLATFORM, (CUDA,)),
+    (DraftSpeculator, seams.SPECULATOR, (CPU, CUDA)),
     (_addressed_builder(Base), INDEXER, (CUDA,), ["build"]),
     (_addressed_builder(Base), seams.BUILDER, (CUDA,), ["__init__"]),
     (_addressed_cache(Base), CACHE, (CUDA,)),

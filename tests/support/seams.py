@@ -23,6 +23,7 @@ IMPL = "v1/attention/backend.py:MLAAttentionImpl"
 PLATFORM = "platforms/interface.py:Platform"
 CUDA_PLATFORM = "platforms/cuda.py:CudaPlatformBase"
 VERIFICATION = "v1/worker/gpu/spec_decode/adaptive_verification.py:AdaptiveVerificationManager"
+SPECULATOR = "v1/worker/gpu/spec_decode/dflash/speculator.py:DFlashSpeculator"
 POOL = "v1/core/block_pool.py:BlockPool"
 SEAMS = {
     CONNECTOR: (
@@ -65,6 +66,9 @@ SEAMS = {
     "v1/attention/backends/registry.py:AttentionBackendEnum": "register get_path get_class",
     "forward_context.py:": "get_forward_context",
     VERIFICATION: "get_num_tokens",
+    SPECULATOR: "load_draft_model",
+    "v1/worker/gpu/spec_decode/__init__.py:": "init_speculator",
+    "model_executor/layers/attention/attention.py:Attention": "get_attn_backend",
 }
 FIELDS = {
     "v1/attention/backend.py:CommonAttentionMetadata": (

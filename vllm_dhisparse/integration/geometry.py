@@ -12,9 +12,8 @@ from vllm_dhisparse.integration.names import DRAFTS_WITH_CACHE, FP8_ROWS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_DRAFT_BLOCK_MULTIPLE = 32
-"""Of the tokens in a draft block: what vLLM's CPU attention takes."""
-
+_DRAFT_BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
+"""Of the tokens in a draft block: what vLLM's attention takes on a device."""
 
 _CUDA_STAGING_ROWS = 1 << 19
 """Rows of staging that a device has by default at most: 344 MB of fp8_ds_mla rows."""
@@ -91,7 +90,7 @@ def geometry(vllm_config: "VllmConfig") -> Geometry:
         row_size * dtype.itemsize,
         key_bytes,
         _drafter_row_bytes(vllm_config),
-        _DRAFT_BLOCK_MULTIPLE,
+        _DRAFT_BLOCK_MULTIPLES["cuda" if on_cuda else "cpu"],
     )
     return Geometry(
         config=config,
@@ -108,6 +107,12 @@ def verifies_adaptively(vllm_config: "VllmConfig") -> bool:
     """Whether vLLM chooses in each step how many drafts it verifies."""
     speculation = vllm_config.speculative_config
     return speculation is not None and bool(speculation.enable_adaptive_verification)
+
+
+def has_draft_rings(vllm_config: "VllmConfig") -> bool:
+    """Whether windowed layers of a drafter keep their KV in rings; elsewhere vLLM does."""
+    default = "full" if vllm_config.device_config.device_type == "cuda" else "ring"
+    return (dhisparse_config(vllm_config).draft_kv or default) == "ring"
 
 
 def _drafter_row_bytes(vllm_config: "VllmConfig") -> int | None:

@@ -67,15 +67,15 @@ def _register() -> None:
 
     from vllm_dhisparse.integration.connector_registration import register_connector
     from vllm_dhisparse.integration.manager import register_latent_spec
+    from vllm_dhisparse.integration.speculators import register_speculators
 
     register_backend(_BACKENDS[device])
     register_connector()
     register_latent_spec()
+    register_speculators()
     if device == "cpu":
         from vllm_dhisparse.integration.cpu_layers import register_layers
         from vllm_dhisparse.integration.draft_ring import register_ring_spec
-        from vllm_dhisparse.integration.speculators import register_speculators
 
         register_layers()
         register_ring_spec()
-        register_speculators()

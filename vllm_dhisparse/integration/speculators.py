@@ -17,7 +17,7 @@ from vllm_dhisparse.integration.connector_registration import names_our_connecto
 from vllm_dhisparse.integration.draft_layers import draft_backend
 from vllm_dhisparse.integration.draft_ring import DraftRingSpec
 from vllm_dhisparse.integration.draft_window import impose_window
-from vllm_dhisparse.integration.geometry import Geometry, geometry
+from vllm_dhisparse.integration.geometry import Geometry, geometry, has_draft_rings
 from vllm_dhisparse.integration.names import DRAFTS_WITH_CACHE
 from vllm_dhisparse.integration.v2_runner import complete_sampler
 from vllm_dhisparse.integration.verification import choose_verification
@@ -25,11 +25,12 @@ from vllm_dhisparse.integration.verification import choose_verification
 logger = init_logger("vllm.dhisparse")
 
 
-class RingSpeculator:
+class DraftSpeculator:
     """Mixed into a speculator of vLLM's DFlash family, whose methods it extends."""
 
     sizes: Geometry
     """Of the engine."""
+    has_rings = False
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
@@ -38,13 +39,18 @@ class RingSpeculator:
         this: Any = self
         stock: Any = super()
         model: torch.nn.Module = stock.load_draft_model(target_model, target_attn_layer_names)
-        config = self.sizes.config
-        rows = this.num_query_per_req if config.draft_kv == "ring" else None
+        rows = this.num_query_per_req if self.has_rings else None
         layers = this.vllm_config.compilation_config.static_forward_context
         for name, layer in layers.items():
             if name not in target_attn_layer_names and hasattr(layer, "attn_backend"):
                 layer.attn_backend = draft_backend(layer.attn_backend, self.sizes.plan, rows)
         return model
+
+
+class RingSpeculator(DraftSpeculator):
+    """Also keeps the KV of windowed draft layers in rings."""
+
+    has_rings = True
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Note which of the drafter's KV groups are rings."""
@@ -114,10 +120,10 @@ def rows_behind(
     return last[request] - positions[: len(request)]
 
 
-def ring_speculator(speculator: Any, sizes: Geometry) -> Any:
-    """Return a speculator of vLLM's DFlash family, just built, as its ring-aware kind."""
-    stock = type(speculator)
-    kind: Any = type(f"Ring{stock.__name__}", (RingSpeculator, stock), {"sizes": sizes})
+def placed_speculator(speculator: Any, sizes: Geometry, has_rings: bool) -> Any:
+    """Return a speculator of vLLM's DFlash family, just built, with draft KV in its place."""
+    stock, ours_too = type(speculator), RingSpeculator if has_rings else DraftSpeculator
+    kind: Any = type(f"DHiSparse{stock.__name__}", (ours_too, stock), {"sizes": sizes})
     ours = object.__new__(kind)
     ours.__dict__.update(speculator.__dict__)
     return ours
@@ -148,7 +154,8 @@ def register_speculators() -> None:
                 window,
             )
             impose_window(speculation.draft_model_config.hf_config, window)
-        return ring_speculator(stock(vllm_config, device, req_states), sizes)
+        speculator = stock(vllm_config, device, req_states)
+        return placed_speculator(speculator, sizes, has_draft_rings(vllm_config))
 
     ours: Any = init_speculator
     ours.for_dhisparse = True

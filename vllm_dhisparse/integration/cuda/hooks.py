@@ -34,6 +34,9 @@ def _name_fp8_rows(vllm_config: "VllmConfig") -> None:
     vLLM does this by the name of its own backend. Under another name fp8 would be one scale
     for a whole tensor, which is another row.
     """
-    cache = vllm_config.cache_config
+    cache, speculation = vllm_config.cache_config, vllm_config.speculative_config
     if cache.cache_dtype in _FP8:
         cache.cache_dtype = FP8_ROWS
+    # A drafter, whose layers are ordinary attention, would inherit a name it cannot have.
+    if cache.cache_dtype == FP8_ROWS and speculation is not None and not speculation.kv_cache_dtype:
+        speculation.kv_cache_dtype = "auto"

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_dhisparse.integration.geometry import dhisparse_config
+from vllm_dhisparse.integration.geometry import dhisparse_config, has_draft_rings
 from vllm_dhisparse.integration.names import DRAFTS_WITH_CACHE
 
 if TYPE_CHECKING:
@@ -33,15 +33,30 @@ def cuda_reasons(vllm_config: "VllmConfig") -> list[str]:
         reasons.append(
             "indexer keys of another dtype than fp8 have pages of another size; remove the option"
         )
-    speculation = vllm_config.speculative_config
-    if speculation is not None and speculation.method in DRAFTS_WITH_CACHE:
-        reasons.append(
-            f"speculative method {speculation.method} was run on vLLM's CPU build only; use ngram, "
-            "or none"
-        )
+    reasons += _drafts(vllm_config)
     if dhisparse_config(vllm_config).record_traces is not None:
         reasons.append(
             "dhisparse.record_traces reads selections on the host, which a graph cannot; record "
             "on vLLM's CPU build"
+        )
+    return reasons
+
+
+def _drafts(vllm_config: "VllmConfig") -> list[str]:
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method not in DRAFTS_WITH_CACHE:
+        return []
+    reasons = []
+    if has_draft_rings(vllm_config):
+        reasons.append(
+            "dhisparse.draft_kv ring: a captured graph would keep the tables of its first step; "
+            "remove the key or set it to full"
+        )
+    if dhisparse_config(vllm_config).draft_window_tokens is not None:
+        reasons.append("dhisparse.draft_window_tokens is for draft rings; remove it")
+    if speculation.kv_cache_dtype not in (None, "auto", "bfloat16"):
+        reasons.append(
+            f"draft KV of dtype {speculation.kv_cache_dtype} has pages of another size than "
+            "planned; remove kv_cache_dtype from --speculative-config"
         )
     return reasons
