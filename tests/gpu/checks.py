@@ -184,25 +184,38 @@ def check_attention(sizes: Sizes, device: str) -> None:
 
 
 def check_graph(sizes: Sizes, device: str) -> None:
-    """Capture resolve, retrieve and attend once; replay them on other selections."""
+    """Capture a whole step once, and replay it on other rows and selections.
+
+    Rows are written and published, a leader resolves, rows are copied to staging and read in
+    place, and both are attended to.
+    """
     batch = Batch(sizes.requests[0], sizes, device)
     pool = make_pool(batch.table_sizes.num_pages, 576, torch.bfloat16, sizes, device)
+    layer, home = pool.host_layer(0), pool.layer(0).flatten(0, 1)
     reference = plane("reference")
     expected_tables, tables = batch.tables(reference, "cpu"), batch.tables(OPS, device)
     num_blocks, staging_rows = batch.table_sizes.num_blocks, len(batch.owner) * sizes.top_k
-    slab = torch.zeros(num_blocks, 66, 576, dtype=torch.bfloat16, device=device)[:, :UNIT_ROWS]
+    shape = num_blocks, 576, torch.bfloat16, 66 * 1152
+    slab, span = slab_and_span(*shape, staging_rows, device)
     staging = torch.zeros(staging_rows, 576, dtype=torch.bfloat16, device=device)
     query = torch.randn(len(batch.owner), sizes.heads[0], 576).bfloat16().to(device)
     selected, queries, scratch = batch.select().to(device), batch.queries(device), batch.scratch()
+    address, latent = (slots.to(device) for slots in batch.written())
+    new_rows = torch.zeros(len(address), 576, dtype=torch.bfloat16, device=device)
     held: dict[str, Any] = {}
 
     def step() -> None:
+        slab[latent // UNIT_ROWS, latent % UNIT_ROWS] = new_rows  # as the model does
+        host_rows = OPS.host_rows(address, tables)
+        OPS.publish(new_rows, host_rows, layer)
+        OPS.enter(latent, 0, host_rows, tables, 0)
         held["found"] = OPS.resolve(selected, queries, tables, 0, staging_rows, scratch)
         (plan,) = held["found"].plans
         column = tables.unit_blocks[:, 0]
-        rows = OPS.retrieve(plan, slab, column, pool.host_layer(0), staging)
-        held["rows"] = rows
-        held["out"] = OPS.attend(query, rows, plan.remap, 0.04, 512, scratch)
+        held["rows"] = OPS.retrieve(plan, slab, column, layer, staging)
+        held["out"] = OPS.attend(query, held["rows"], plan.remap, 0.04, 512, scratch)
+        index = OPS.retrieve_in_place(plan, span, slab, column, layer, scratch)
+        held["in place"] = OPS.attend(query, span.rows, index, 0.04, 512, scratch)
 
     replay = captured(step, device)
     asked = batch.queries("cpu")
@@ -210,19 +223,26 @@ def check_graph(sizes: Sizes, device: str) -> None:
     fresh = batch.tables(OPS, device)  # what the warm-up left
     for name in TABLES:
         getattr(tables, name).copy_(getattr(fresh, name))
-    for _ in range(sizes.steps):
+    for number in range(sizes.steps):
         chosen = batch.select()
         selected.copy_(chosen)
+        new_rows.fill_(number + 1)
         replay()
+        written = reference.host_rows(batch.written()[0], expected_tables)
+        reference.enter(batch.written()[1], 0, written, expected_tables, 0)
         expected = reference.resolve(chosen, asked, expected_tables, 0, staging_rows, cpu_scratch)
         plan = unpadded(held["found"].plans[0])
         assert all(map(same, expected.plans[0], plan)), "a replayed plan differs"
         assert same(expected.fetched, held["found"].fetched)
-        home = pool.layer(0).flatten(0, 1)[expected.plans[0].union.long()]
-        rows = held["rows"][0, : len(home)]
-        assert same(home.view(torch.int16), rows.view(torch.int16)), "a replayed row differs"
+        synchronize(device)
+        assert (home[written] == number + 1).all(), "a written row is not at home"
+        at_home = home[expected.plans[0].union.long()]
+        rows = held["rows"][0, : len(at_home)]
+        assert same(at_home.view(torch.int16), rows.view(torch.int16)), "a replayed row differs"
         again = OPS.attend(query, rows[None], plan.remap.contiguous(), 0.04, 512)
         assert same(again, held["out"]), "replayed attention differs"
+        assert same(again, held["in place"]), "attention in place differs"
+    compare_tables(expected_tables, tables)
     OPS.raise_errors(tables)
     pool.close()
 
@@ -243,6 +263,3 @@ def captured(step: Callable[[], object], device: str) -> Callable[[], object]:
 def synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
-
-
-CHECKS = (check_schedules, check_restoring, check_copies, check_attention, check_graph)

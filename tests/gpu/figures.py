@@ -160,6 +160,3 @@ def attention(sizes: Sizes, device: str) -> Iterator[Figure]:
             "ratio": other / own,
             "TFLOP/s": flops / own / 1e9,
         }
-
-
-BENCHMARKS = (gather, resolve_and_retrieve, attention)

@@ -71,12 +71,16 @@ class Batch:
         self.sizes, self.requests, self.device = sizes, requests, device
         blocks = -(-sizes.context // PAGE_ROWS)
         pages, units = requests * blocks, requests * 2 * -(-sizes.top_k // UNIT_ROWS)
-        self.table_sizes = TableSizes(pages + units, units, pages, PAGE_ROWS, 1, 1)
+        tails = range(units, units + requests)  # one for each request
+        total = pages + units + requests
+        self.table_sizes = TableSizes(total, units + requests, pages, PAGE_ROWS, 1, 1)
         order = torch.randperm(pages, generator=self.random).tolist()
         bound = (PageBound(page, block) for block, page in enumerate(order))
         state = UnitState.OPTIONAL
         added = (UnitAdded(unit, state, (pages + unit,)) for unit in range(units))
-        self.commands = StepCommands(0, (*bound, *added))
+        tail = (UnitAdded(unit, UnitState.TAIL, (pages + unit,)) for unit in tails)
+        self.commands = StepCommands(0, (*bound, *added, *tail))
+        self.first_tail_block = pages + units
         self.owner = torch.arange(requests, dtype=torch.int32).repeat_interleave(QUERIES)
         self.table = torch.arange(pages, dtype=torch.int32).view(requests, blocks)
         self.near = torch.randint(0, sizes.context, (requests, 3 * sizes.top_k // 2))
@@ -92,6 +96,14 @@ class Batch:
         visible = torch.full_like(self.owner, self.sizes.context)
         is_prefill = torch.zeros(self.requests, dtype=torch.bool)
         return Queries(*(t.to(device) for t in (self.owner, visible, self.table, is_prefill)))
+
+    def written(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots of the newest rows, in the address group and in the tails."""
+        position = self.sizes.context - QUERIES + torch.arange(QUERIES)
+        block = self.table[:, position // PAGE_ROWS].long()
+        tail = self.first_tail_block + torch.arange(self.requests)[:, None]
+        address = block * PAGE_ROWS + position % PAGE_ROWS
+        return address.flatten(), (tail * UNIT_ROWS + position % UNIT_ROWS).flatten()
 
     def select(self) -> torch.Tensor:
         """Return the next step's selections on the host: mostly those of the step before."""
