@@ -197,6 +197,7 @@ class CudaMemory:
             query = torch.cat([latent, query[1][..., LATENT:]], dim=-1)
             self.compare(number, batch, selected, query[:num_tokens], out[:num_tokens])
             self.count(number, layer)
+        self.events["steps"] += 1
         self.check(batch)
 
     def metadata(self, batch):

@@ -1,16 +1,19 @@
 """In the place of driver, device memory and vLLM's indexer, for the CUDA path on the CPU."""
 
 import os
+from time import perf_counter_ns
 from types import SimpleNamespace
 
 import torch
 from fake_cuda_runtime import FakeCudaRuntime
 from vllm.platforms.interface import DeviceCapability
 
+from vllm_dhisparse.core.commands import UnitState
 from vllm_dhisparse.integration import worker_side
 from vllm_dhisparse.integration.cuda import backend, workspace
 from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
 from vllm_dhisparse.runtime.ops import implementation
+from vllm_dhisparse.runtime.tables import UNIT_ROWS
 
 PLANE = os.environ.get("CUDA_PATH_PLANE", "cpu")
 """The implementation of the data plane that runs in the place of Triton's on a GPU."""
@@ -38,11 +41,36 @@ class Arena:
 
 
 def data_plane(_):
-    """Return the plane under test; only the tests read in place on the CPU."""
+    """Return the plane under test; only the tests use the CPU's for a device."""
     if PLANE == "triton":
         return implementation(PLANE)
-    in_place = implementation("reference").retrieve_in_place
-    return SimpleNamespace(**vars(implementation(PLANE)), retrieve_in_place=in_place)
+    return SimpleNamespace(
+        **vars(implementation(PLANE)),
+        retrieve_in_place=implementation("reference").retrieve_in_place,
+        start_clock=lambda started: started.fill_(perf_counter_ns()),
+        stop_clock=stop_clock,
+        note_ages=note_ages,
+        count_hits=count_hits,
+    )
+
+
+def stop_clock(started, generates, totals):
+    totals[0 if generates else 1] += torch.tensor([perf_counter_ns() - int(started), 1])
+
+
+def note_ages(tables, index_group, before, counts):
+    """As the kernels do, see ``runtime.triton.measuring``."""
+    group = tables.group(index_group)
+    cache = (tables.unit_state >= UnitState.REQUIRED).repeat_interleave(UNIT_ROWS)
+    cached = cache & (group.row_of_slot >= 0)
+    before.copy_(torch.where(cached, group.age, 255))
+    counts += torch.bincount(group.age[cached], minlength=len(counts))
+
+
+def count_hits(resolution, before, counts):
+    for plan in resolution.plans:
+        ages = before[plan.slot[(plan.slot >= 0) & ~plan.fetch].long()]
+        counts += torch.bincount(ages[ages < 255], minlength=len(counts))
 
 
 def arrange(monkeypatch, vllm_config, reason=None, alias=0, arena=None, capability=(9, 0)):

@@ -99,6 +99,12 @@ def test_every_answer_is_that_of_the_rows_that_were_written(monkeypatch, residen
     assert totals["selected_rows"] == memory.selected_rows
     assert totals["fetched_rows"] == reached["fetches"]
     assert totals["extra_passes"] == reached["more passes"]
+    # By one of the two index groups, which has a leader and a follower.
+    assert totals["staging_acquires"] >= 4 * reached["steps"] > 0
+    assert totals["retrieval_seconds"] > 0
+    assert 0 < totals["sampled_hits"] <= reached["hits"]
+    usage = memory.connector.worker.counters.take_usage()
+    assert sum(usage.cached_ages) >= sum(usage.hit_ages)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_cache_interface import SlidingWindowSpec as WindowSpec
 
 from vllm_dhisparse.core.page_plan import plan_pages
+from vllm_dhisparse.integration import row_counters
 from vllm_dhisparse.integration.draft_layers import draft_spec, without_null_blocks
 from vllm_dhisparse.integration.draft_ring import DraftRingSpec, draft_rings, register_ring_spec
 from vllm_dhisparse.integration.draft_window import attends_to_all, impose_window
@@ -267,12 +268,15 @@ def test_an_imposed_window_keeps_the_rest_of_the_attention():
     ("is_prefill", "verifies", "phase"),
     [([True, True], False, "prefill"), ([True, False], False, "decode"), ([False], True, "verify")],
 )
-def test_retrieval_counts_as_what_its_step_does(is_prefill, verifies, phase):
+def test_retrieval_counts_as_what_its_step_does(monkeypatch, is_prefill, verifies, phase):
+    times = iter([1.0, 1.25, 7.0, 7.25])
+    monkeypatch.setattr(row_counters, "perf_counter", lambda: next(times))
     counters = HostRowCounters(True, [64])
     step = SimpleNamespace(is_prefill=torch.tensor(is_prefill), verifies=verifies)
     for _ in range(2):
-        counters.add_retrieval(step, passes=3, seconds=0.25)
+        counters.start_clock(0, is_leader=True)
+        counters.stop_clock(step, 0, is_leader=True)
     assert counters.take_stats().data["counters"] == {
-        f"staging_acquires/{phase}": 6,
+        f"staging_acquires/{phase}": 2,
         f"retrieval_seconds/{phase}": 0.5,
     }

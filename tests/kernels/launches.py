@@ -23,7 +23,7 @@ from vllm_dhisparse.core.commands import (
 )
 from vllm_dhisparse.runtime import triton as plane
 from vllm_dhisparse.runtime.host_pool import HostLayer
-from vllm_dhisparse.runtime.plan import Plan, Queries
+from vllm_dhisparse.runtime.plan import Plan, Queries, Resolution
 from vllm_dhisparse.runtime.scratch import Scratch
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables, TableSizes
 from vllm_dhisparse.runtime.triton import resolution
@@ -112,6 +112,7 @@ def shipped_launches() -> list[Launch]:
         plane.host_rows(mapping, tables)
         plane.enter(mapping, 2, mapping, tables, 3)
         plan = _resolve(tables)
+        _measure(plan, tables)
         for size, dtype in ROW_FORMATS.values():
             _copy(plan, spans, tables, size, dtype)
         for heads in HEADS:
@@ -149,6 +150,15 @@ def _resolve(tables: Tables) -> Plan:
     finally:
         resolution._Resolver._size_of = original  # type: ignore[method-assign]
     return got.plans[0]
+
+
+def _measure(plan: Plan, tables: Tables) -> None:
+    started, counts = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    before = torch.zeros(tables.sizes.num_slots, dtype=torch.uint8)
+    plane.start_clock(started)
+    plane.stop_clock(started, torch.zeros(1, dtype=torch.bool), counts.view(2, 2))
+    plane.note_ages(tables, 3, before, counts)
+    plane.count_hits(Resolution((plan,), counts, counts), before, counts)
 
 
 def _copy(plan: Plan, spans: Any, tables: Tables, row_size: int, dtype: torch.dtype) -> None:

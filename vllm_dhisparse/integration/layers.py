@@ -1,6 +1,5 @@
 """What one attention layer does with its rows, by residency."""
 
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -151,18 +150,18 @@ class HierarchyLayer:
         value_size: int,
     ) -> torch.Tensor:
         """Resolve (leaders), then retrieve and attend for each plan."""
-        worker = self._worker
-        seconds = -perf_counter()
+        worker, place = self._worker, self._place
+        role = place.index_group, self._is_leader
+        worker.counters.start_clock(*role)
         if self._is_leader:
-            worker.resolve(selected, self._place.index_group)
+            worker.resolve(selected, place.index_group)
         assert worker.resolution is not None
-        seconds += perf_counter()
-        answers = []
+        answers: list[torch.Tensor] = []
         for plan in worker.resolution.plans:
-            seconds -= perf_counter()
-            rows, index = worker.retrieve(plan, self._place)
-            seconds += perf_counter()
+            if answers:
+                worker.counters.start_clock(*role)
+            rows, index = worker.retrieve(plan, place)
+            worker.counters.stop_clock(metadata, *role)
             asked = query[plan.first : plan.last]
             answers.append(worker.attention.attend(asked, rows, index, scale, value_size, metadata))
-        worker.counters.add_retrieval(metadata, len(worker.resolution.plans), seconds)
         return answers[0] if len(answers) == 1 else torch.cat(answers)

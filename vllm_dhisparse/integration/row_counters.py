@@ -1,5 +1,6 @@
 """Counts of one worker: rows by where they were found, and bytes moved."""
 
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ class RowCounters(Protocol):
     """What happened on a worker since it was last taken; metadata is that of its device."""
 
     samples_usage: bool
-    """Whether the use of sampled steps is looked at, which waits for the device."""
+    """Whether sampled steps are looked at with a ``UsageProbe``, which waits for the device."""
 
     def begin_step(self) -> None:
         """Note that a step starts; once a step, before anything of it is counted."""
@@ -38,6 +39,9 @@ class RowCounters(Protocol):
             index_group: of the selection.
 
         """
+
+    def before_resolution(self, index_group: int) -> None:
+        """Note what an index group holds before its selection is resolved."""
 
     def add_resolution(self, resolution: Resolution, metadata: Any, index_group: int) -> None:
         """Count one index group's step.
@@ -67,8 +71,11 @@ class RowCounters(Protocol):
     def take_usage(self) -> Usage | None:
         """Return what a sampled step used, once."""
 
-    def add_retrieval(self, metadata: Any, passes: int, seconds: float) -> None:
-        """Count the use of staging by one layer, and the time it took to fill it."""
+    def start_clock(self, index_group: int, is_leader: bool) -> None:
+        """Note that a layer begins to resolve or to bring rows."""
+
+    def stop_clock(self, metadata: Any, index_group: int, is_leader: bool) -> None:
+        """Count one use of staging by a layer, and the time since its clock started."""
 
 
 class RowTotals:
@@ -162,7 +169,7 @@ class RowTotals:
                 self._stats.observe(UNION_ROWS.key(), rows)
 
     def add_retrieval(self, phase: str, passes: int, seconds: float) -> None:
-        """Count the use of staging by one layer, and the time it took to fill it."""
+        """Count uses of staging, and the time that they took."""
         if self._counts_rows:
             self._stats.add(STAGING_ACQUIRES.key(phase), passes)
             self._stats.add(RETRIEVAL_SECONDS.key(phase), seconds)
@@ -179,6 +186,7 @@ class HostRowCounters:
 
     def __init__(self, counts_rows: bool, layer_bytes: list[int]) -> None:
         self._totals = RowTotals(counts_rows, layer_bytes)
+        self._started = 0.0
 
     def begin_step(self) -> None:
         """See ``RowCounters``."""
@@ -229,8 +237,15 @@ class HostRowCounters:
         """See ``RowCounters``."""
         return self._totals.take_usage()
 
-    def add_retrieval(self, metadata: DHiSparseMetadata, passes: int, seconds: float) -> None:
+    def before_resolution(self, index_group: int) -> None:
+        """Nothing: sampled steps have a probe."""
+
+    def start_clock(self, index_group: int, is_leader: bool) -> None:
+        """See ``RowCounters``."""
+        self._started = perf_counter()
+
+    def stop_clock(self, metadata: DHiSparseMetadata, index_group: int, is_leader: bool) -> None:
         """See ``RowCounters``."""
         generation = "verify" if metadata.verifies else "decode"
         phase = "prefill" if metadata.is_prefill.all() else generation
-        self._totals.add_retrieval(phase, passes, seconds)
+        self._totals.add_retrieval(phase, 1, perf_counter() - self._started)

@@ -182,6 +182,7 @@ class WorkerState:
         inputs = self.step_inputs()
         is_sampled = index_group == self._sampled_group
         probe = UsageProbe(self.tables, index_group) if is_sampled else None
+        self.counters.before_resolution(index_group)
         self.resolution = self.ops.resolve(
             selected,
             inputs.queries,

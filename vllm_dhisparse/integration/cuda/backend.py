@@ -115,9 +115,10 @@ class CudaImpl(DHiSparseImpl):
             check_views(layers, sizes)
             check_host_pool(worker)
             check_reach(worker, workspace.query)
-            if raise_word := getattr(worker.ops, "raise_word", None):
-                assert isinstance(worker.counters, DeviceRowCounters)
-                worker.counters.watch(worker.tables.errors, raise_word)
+            assert isinstance(worker.counters, DeviceRowCounters)
+            worker.counters.attach(
+                worker.ops, worker.tables, [p.index_group for p in worker.places]
+            )
         staged = workspace.staging.dtype if worker is not None else sizes.dtype
         check_attention(workspace.attention, workspace.query, staged)
 

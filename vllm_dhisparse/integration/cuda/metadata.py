@@ -30,6 +30,7 @@ class CudaMetadata(AttentionMetadata):
         visible: [num_actual_tokens] int32 - the token may select positions below this.
         is_prefill: [num_reqs] bool - the request computes tokens that it had before.
         verifies: [1] bool - whether any other request brings draft tokens.
+        generates: [1] bool - whether there is any other request.
         block_table: [num_reqs, width] int32 - blocks of ``block_size`` tokens.
         slot_mapping: [num_actual_tokens] int64 - ``block * block_size + offset``, negative =
             padding.
@@ -42,6 +43,7 @@ class CudaMetadata(AttentionMetadata):
     visible: torch.Tensor
     is_prefill: torch.Tensor
     verifies: torch.Tensor
+    generates: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -106,6 +108,7 @@ class BatchColumns:
         self._visible = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._is_prefill = torch.zeros(requests, dtype=torch.bool, device=device)
         self._verifies = torch.zeros(1, dtype=torch.bool, device=device)
+        self._generates = torch.zeros(1, dtype=torch.bool, device=device)
         self._block_table: torch.Tensor | None = None
 
     def build(self, common: CommonAttentionMetadata) -> CudaMetadata:
@@ -135,12 +138,14 @@ class BatchColumns:
         # vLLM's flag ends with the prompt; an answer is computed again only after it.
         is_prefill |= lengths > self._max_generation_tokens
         self._verifies.copy_((~is_prefill & (lengths > 1)).any()[None])
+        self._generates.copy_((~is_prefill & (lengths > 0)).any()[None])
         return CudaMetadata(
             num_actual_tokens=num_tokens,
             request_of_token=request_of_token,
             visible=visible,
             is_prefill=is_prefill,
             verifies=self._verifies,
+            generates=self._generates,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=self._pages(common.block_table_tensor[:num_reqs]),

@@ -11,13 +11,21 @@ from vllm_dhisparse.runtime.triton.commands import apply
 from vllm_dhisparse.runtime.triton.copies import publish, restore, retrieve, retrieve_in_place
 from vllm_dhisparse.runtime.triton.errors import raise_errors, raise_word
 from vllm_dhisparse.runtime.triton.mapping import enter, host_rows
+from vllm_dhisparse.runtime.triton.measuring import (
+    count_hits,
+    note_ages,
+    start_clock,
+    stop_clock,
+)
 from vllm_dhisparse.runtime.triton.resolution import resolve
 
 __all__ = [
     "apply",
     "attend",
+    "count_hits",
     "enter",
     "host_rows",
+    "note_ages",
     "publish",
     "raise_errors",
     "raise_word",
@@ -25,4 +33,6 @@ __all__ = [
     "restore",
     "retrieve",
     "retrieve_in_place",
+    "start_clock",
+    "stop_clock",
 ]
