@@ -131,7 +131,7 @@ def test_the_pool_is_larger_than_the_memory(light):
 
 def test_the_data_plane_is_wrong(light):
     # Whatever the reason: here torch cannot compute at all.
-    assert "the data plane cpu is wrong here" in fault(light, "kernel self-check")
+    assert "the data plane is wrong here" in fault(light, "kernel self-check")
 
 
 def test_vllm_is_of_another_version(environment):

@@ -5,6 +5,7 @@ of 0.33.
 """
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm_dhisparse.integration.attention import LatentPlan
 from vllm_dhisparse.integration.cuda.backend import CudaBackend
 from vllm_dhisparse.integration.kv_spec import DHiSparseLatentSpec, is_indexer_spec
 from vllm_dhisparse.integration.manager import register_latent_spec
+from vllm_dhisparse.integration.plan_check import check_groups
 
 PLANNING = "vllm.v1.core.kv_cache_planning"  # of 0.33; before, a part of kv_cache_utils
 is_033 = find_spec(PLANNING) is not None
@@ -119,6 +121,31 @@ def test_groups_are_the_recorded_ones(case, monkeypatch):
     pages = {g.kv_cache_spec.page_size_bytes for g in groups}
     assert pages == {case["page_bytes"]} == {plan_of(case).page_bytes}
     assert planning._pool_bytes_per_block(engine_config(), groups) == case["bytes_per_block"]
+
+
+def planned_config(case, monkeypatch):
+    groups = planning.get_kv_cache_groups(engine_config(), specs_of(case, monkeypatch))
+    return planning.get_kv_cache_config_from_groups(engine_config(), groups, 60 * GIB)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_planned_groups_are_accepted(case, monkeypatch):
+    check_groups(planned_config(case, monkeypatch), plan_of(case))
+
+
+def test_other_groups_than_planned_are_listed(monkeypatch):
+    config, plan = planned_config(CASES[0], monkeypatch), plan_of(CASES[0])
+    for changed in (
+        replace(plan, page_bytes=42_496),
+        replace(plan, indexer_block_tokens=64),
+    ):
+        with pytest.raises(RuntimeError, match=r"(?s)other KV groups.*latent +20 layers.*indexer"):
+            check_groups(config, changed)
+    config.kv_cache_groups = [
+        g for g in config.kv_cache_groups if not is_indexer_spec(g.kv_cache_spec)
+    ]
+    with pytest.raises(RuntimeError, match="other KV groups"):
+        check_groups(config, plan)
 
 
 def test_rows_of_fp8_pages_need_no_zeroing_and_no_quantisation_of_vllm(monkeypatch):

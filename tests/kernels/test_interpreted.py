@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["commands", "copies", "attend", "resolve", "measuring", "schedules"]
+PARTS = ["commands", "copies", "attend", "resolve", "measuring", "self_check", "schedules"]
 
 
 @pytest.mark.timeout(1200)

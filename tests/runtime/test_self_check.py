@@ -1,14 +1,31 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from planes import IMPLEMENTATIONS, plane
 
+from vllm_dhisparse.runtime import self_check as module
 from vllm_dhisparse.runtime.ops import implementation
 from vllm_dhisparse.runtime.self_check import self_check
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_every_implementation_proves_itself(name):
-    self_check(implementation(name))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_every_implementation_proves_itself(name, dtype):
+    self_check(plane(name), dtype=dtype)
+
+
+@pytest.mark.parametrize(("has_gpu", "expected"), [(True, "triton"), (False, "cpu")])
+def test_the_command_checks_what_the_device_runs(monkeypatch, capsys, has_gpu, expected):
+    checked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(module, "self_check", lambda *given: checked.append(given))
+    module.main()
+    ((ops, device, dtype),) = checked
+    assert ops is implementation(expected)
+    assert device == ("cuda" if has_gpu else "cpu")
+    assert dtype == (torch.bfloat16 if has_gpu else torch.float32)
+    assert f"data plane {expected}" in capsys.readouterr().out
 
 
 def altered(**operations):

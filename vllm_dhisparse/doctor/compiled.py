@@ -73,11 +73,11 @@ def check_data_plane() -> Finding:
     """Let the data plane prove itself in a process of its own."""
     check = "kernel self-check"
     try:
-        return ok(check, run_program("vllm_dhisparse.runtime.self_check", "cpu"))
+        return ok(check, run_program("vllm_dhisparse.runtime.self_check"))
     except ProgramError as failure:
         return error(
             check,
-            f"the data plane cpu is wrong here: {failure}",
+            f"the data plane is wrong here: {failure}",
             "delete the __pycache__ folders of vllm_dhisparse, then install numba and "
             "vllm-dhisparse again",
         )

@@ -13,6 +13,7 @@ from vllm_dhisparse.integration.draft_ring import draft_rings
 from vllm_dhisparse.integration.geometry import geometry, verifies_adaptively
 from vllm_dhisparse.integration.host_budget import refuse_small_pool, usable_pages
 from vllm_dhisparse.integration.messages import StepMetadata, WorkerReport
+from vllm_dhisparse.integration.plan_check import check_groups
 from vllm_dhisparse.integration.residency import residency_bytes
 from vllm_dhisparse.integration.scheduler_state import SchedulerState
 from vllm_dhisparse.integration.stats import DHiSparseStats
@@ -70,6 +71,7 @@ class SchedulerSide:
         self._adaptations = DHiSparseStats()
         if sizes.config.residency == "resident":
             return
+        check_groups(kv_cache_config, sizes.plan)
         num_pages = usable_pages(vllm_config, kv_cache_config)
         refuse_small_pool(vllm_config, sizes, num_pages)
         logger.info(

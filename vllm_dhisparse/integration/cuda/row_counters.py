@@ -175,10 +175,11 @@ class DeviceRowCounters:
 
     def _new_snapshot(self) -> _Snapshot:
         """Allocate one; as many exist as steps are ahead of the device."""
+        event: Any = torch.cuda.Event  # which has no types
         return _Snapshot(
             torch.empty(self._table.shape, dtype=torch.int64, pin_memory=self._is_cuda),
             torch.empty(1, dtype=torch.int32, pin_memory=self._is_cuda),
-            torch.cuda.Event() if self._is_cuda else None,  # type: ignore[no-untyped-call]
+            event() if self._is_cuda else None,
         )
 
     def _read(self) -> None:
