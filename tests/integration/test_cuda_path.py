@@ -331,8 +331,8 @@ class Wrong:
     def __init__(self, value):
         self.value = value
 
-    def attend(self, query, rows, remap, scale, value_size, metadata):
-        return torch.full_like(query[..., :value_size], self.value)
+    def attend(self, asked, metadata):
+        return torch.full_like(asked.query[..., : asked.value_size], self.value)
 
     def retrieve(self, plan, slab, unit_blocks, host, staging):
         return torch.full_like(staging[None, : len(plan.union)], self.value)

@@ -23,6 +23,7 @@ from vllm_dhisparse.integration.names import BACKEND, KV_CACHE_DTYPES
 from vllm_dhisparse.integration.row_counters import HostRowCounters, RowCounters
 from vllm_dhisparse.integration.worker_state import Device, WorkerState
 from vllm_dhisparse.runtime.ops import DataPlane
+from vllm_dhisparse.runtime.plan import SparseQuery
 from vllm_dhisparse.runtime.scratch import Scratch
 
 
@@ -225,10 +226,8 @@ class DHiSparseImpl(MLAAttentionImpl[DHiSparseMetadata], SharedTopkIndicesBuffer
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         assert self.topk_indices_buffer is not None
         selected = self.topk_indices_buffer[: query.shape[0]]
-        out = self._placed().attend(
-            query, kv_c_and_k_pe_cache, selected, attn_metadata, self.scale, self.kv_lora_rank
-        )
-        return out, None
+        asked = SparseQuery(query, kv_c_and_k_pe_cache, selected, self.scale, self.kv_lora_rank)
+        return self._placed().attend(asked, attn_metadata), None
 
     def _placed(self) -> LayerPath:
         if self.path is None:

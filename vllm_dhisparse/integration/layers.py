@@ -7,21 +7,14 @@ import torch
 from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.integration.worker_state import LayerPlace, WorkerState
 from vllm_dhisparse.runtime.ops import DataPlane
+from vllm_dhisparse.runtime.plan import SparseQuery
 from vllm_dhisparse.runtime.scratch import Scratch
 
 
 class RowAttention(Protocol):
     """Sparse MLA over rows by index."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        rows: torch.Tensor,
-        remap: torch.Tensor,
-        scale: float,
-        value_size: int,
-        metadata: Any,
-    ) -> torch.Tensor:
+    def attend(self, asked: SparseQuery, metadata: Any) -> torch.Tensor:
         """See ``runtime.ops.DataPlane.attend``; ``metadata`` is the batch's, of this step."""
         ...
 
@@ -33,17 +26,9 @@ class PlaneAttention:
         self._ops = ops
         self._scratch = scratch
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        rows: torch.Tensor,
-        remap: torch.Tensor,
-        scale: float,
-        value_size: int,
-        metadata: Any,
-    ) -> torch.Tensor:
+    def attend(self, asked: SparseQuery, metadata: Any) -> torch.Tensor:
         """See ``RowAttention``."""
-        return self._ops.attend(query, rows, remap, scale, value_size, self._scratch)
+        return self._ops.attend(*asked, self._scratch)
 
 
 class LayerPath(Protocol):
@@ -59,24 +44,13 @@ class LayerPath(Protocol):
         """
         ...
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        selected: torch.Tensor,
-        metadata: Any,
-        scale: float,
-        value_size: int,
-    ) -> torch.Tensor:
+    def attend(self, asked: SparseQuery, metadata: Any) -> torch.Tensor:
         """Attend to the selected rows.
 
         Args:
-            query: [num_tokens, num_heads, row_size].
-            kv_cache: [num_blocks, block_size, row_size].
-            selected: [num_tokens, index_topk] int32 - positions, -1 = unused place.
+            asked: ``rows``: [num_blocks, block_size, row_size], the layer's KV cache;
+                ``remap``: [num_tokens, index_topk] int32 - positions, -1 = unused place.
             metadata: the batch, of the worker's device.
-            scale: factor of the scores.
-            value_size: leading values of a row that are the value.
 
         Returns:
             [num_tokens, num_heads, value_size] in the query's dtype.
@@ -99,20 +73,12 @@ class ResidentLayer:
     def publish(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Nothing: the row is where it stays."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        selected: torch.Tensor,
-        metadata: Any,
-        scale: float,
-        value_size: int,
-    ) -> torch.Tensor:
+    def attend(self, asked: SparseQuery, metadata: Any) -> torch.Tensor:
         """Attend through the block table."""
         if self._is_leader:
-            self._counters.add_resident(selected, metadata, self._index_group)
-        remap = metadata.physical_rows(selected)
-        return self._attention.attend(query, kv_cache, remap, scale, value_size, metadata)
+            self._counters.add_resident(asked.remap, metadata, self._index_group)
+        physical = metadata.physical_rows(asked.remap)
+        return self._attention.attend(asked._replace(remap=physical), metadata)
 
 
 class HierarchyLayer:
@@ -140,21 +106,13 @@ class HierarchyLayer:
                 slots, self._place.latent_group, host_rows, worker.tables, self._place.index_group
             )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        selected: torch.Tensor,
-        metadata: Any,
-        scale: float,
-        value_size: int,
-    ) -> torch.Tensor:
+    def attend(self, asked: SparseQuery, metadata: Any) -> torch.Tensor:
         """Resolve (leaders), then retrieve and attend for each plan."""
         worker, place = self._worker, self._place
         role = place.index_group, self._is_leader
         worker.counters.start_clock(*role)
         if self._is_leader:
-            worker.resolve(selected, place.index_group)
+            worker.resolve(asked.remap, place.index_group)
         assert worker.resolution is not None
         answers: list[torch.Tensor] = []
         for plan in worker.resolution.plans:
@@ -162,6 +120,7 @@ class HierarchyLayer:
                 worker.counters.start_clock(*role)
             rows, index = worker.retrieve(plan, place)
             worker.counters.stop_clock(metadata, *role)
-            asked = query[plan.first : plan.last]
-            answers.append(worker.attention.attend(asked, rows, index, scale, value_size, metadata))
+            part = asked.query[plan.first : plan.last]
+            read = asked._replace(query=part, rows=rows, remap=index)
+            answers.append(worker.attention.attend(read, metadata))
         return answers[0] if len(answers) == 1 else torch.cat(answers)

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm_dhisparse.core.traces import NO_POSITION, Trace, write_trace
 from vllm_dhisparse.integration.kv_spec import is_indexer_spec
 from vllm_dhisparse.integration.metadata import DHiSparseMetadata
+from vllm_dhisparse.runtime.plan import SparseQuery
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -172,18 +173,10 @@ class RecordingLayer:
         """As the path does."""
         self._path.publish(rows, slots)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        selected: torch.Tensor,
-        metadata: DHiSparseMetadata,
-        scale: float,
-        value_size: int,
-    ) -> torch.Tensor:
-        """As the path does, after a look at ``selected``."""
-        self._recorder.record(self._group, selected, self._batch(metadata))
-        return self._path.attend(query, kv_cache, selected, metadata, scale, value_size)
+    def attend(self, asked: SparseQuery, metadata: DHiSparseMetadata) -> torch.Tensor:
+        """As the path does, after a look at what is selected."""
+        self._recorder.record(self._group, asked.remap, self._batch(metadata))
+        return self._path.attend(asked, metadata)
 
 
 def record_leaders(

@@ -92,3 +92,18 @@ class Resolution(NamedTuple):
     plans: tuple[Plan, ...]
     selected: torch.Tensor
     fetched: torch.Tensor
+
+
+class SparseQuery(NamedTuple):
+    """What one call of sparse MLA is asked, in the order of ``ops.DataPlane.attend``.
+
+    ``query``: [num_tokens, num_heads, row_size]; ``rows``: [pages, page_rows, row_size];
+    ``remap``: [num_tokens, top_k] int32 - of rows, -1 = none; ``scale``: of the scores;
+    ``value_size``: leading values of a row that are the value.
+    """
+
+    query: torch.Tensor
+    rows: torch.Tensor
+    remap: torch.Tensor
+    scale: float
+    value_size: int

@@ -25,6 +25,7 @@ from vllm_dhisparse.integration.row_counters import RowCounters
 from vllm_dhisparse.integration.worker_state import Device, WorkerState
 from vllm_dhisparse.runtime.cuda_pinner import CudaPinner
 from vllm_dhisparse.runtime.ops import DataPlane
+from vllm_dhisparse.runtime.plan import SparseQuery
 
 _ROW_VALUES = 576  # of GLM-5.x and DeepSeek-V3.2; what FlashMLA reads
 
@@ -166,9 +167,8 @@ class CudaImpl(DHiSparseImpl):
         path: LayerPath = self.path or _NowhereLayer(self._workspace)
         slots = attn_metadata.slot_mapping
         path.publish(written_rows(kv_c_and_k_pe_cache, slots), slots)
-        out = path.attend(
-            query, kv_c_and_k_pe_cache, selected, attn_metadata, self.scale, self.kv_lora_rank
-        )
+        asked = SparseQuery(query, kv_c_and_k_pe_cache, selected, self.scale, self.kv_lora_rank)
+        out = path.attend(asked, attn_metadata)
         return out[:, : self.num_heads], None
 
 
@@ -191,17 +191,9 @@ class _NowhereLayer:
     def publish(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Nothing: there is no home."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        selected: torch.Tensor,
-        metadata: Any,
-        scale: float,
-        value_size: int,
-    ) -> torch.Tensor:
+    def attend(self, asked: SparseQuery, metadata: Any) -> torch.Tensor:
         """Attend to no row, with the memory that a step takes."""
         staging = self._workspace.staging
-        rows = staging[None] if len(staging) else kv_cache
-        nothing = torch.full_like(selected, -1)
-        return self._workspace.attention.attend(query, rows, nothing, scale, value_size, metadata)
+        rows = staging[None] if len(staging) else asked.rows
+        nothing = torch.full_like(asked.remap, -1)
+        return self._workspace.attention.attend(asked._replace(rows=rows, remap=nothing), metadata)

@@ -7,6 +7,7 @@ import torch
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_dhisparse.integration.cuda.metadata import CudaMetadata
+from vllm_dhisparse.runtime.plan import SparseQuery
 
 # Of vLLM 0.33 (vllm/_flashmla_C.abi3.so).
 DECODE_SCHEMA = (
@@ -70,24 +71,13 @@ class FlashMlaAttention:
             "--tensor-parallel-size"
         )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        rows: torch.Tensor,
-        remap: torch.Tensor,
-        scale: float,
-        value_size: int,
-        metadata: CudaMetadata,
-    ) -> torch.Tensor:
+    def attend(self, asked: SparseQuery, metadata: CudaMetadata) -> torch.Tensor:
         """Attend to rows by index, see ``runtime.ops.DataPlane.attend``.
 
         Args:
-            query: [num_tokens, ``query_heads``, row values] bfloat16, contiguous.
-            rows: [num_pages, page_rows, row_size] - bfloat16, or fp8_ds_mla rows as uint8;
-                every row readable, since a masked index still loads one.
-            remap: [num_tokens, top_k] int32.
-            scale: factor of the scores.
-            value_size: 512.
+            asked: queries of bfloat16, contiguous, with ``query_heads`` heads; rows of
+                bfloat16, or fp8_ds_mla rows as uint8, all readable, since a masked index still
+                loads one; ``value_size``: 512.
             metadata: of this step's build; it keeps the schedules that layers share.
 
         Returns:
@@ -95,31 +85,24 @@ class FlashMlaAttention:
             graph) get whatever FlashMLA gives them.
 
         """
-        if rows.dtype == torch.uint8:
-            return _decode(query, rows, remap, scale, value_size, metadata.schedules)
-        flat, index = _flat_rows(rows, remap)
+        if asked.rows.dtype == torch.uint8:
+            return _decode(asked, metadata.schedules)
+        flat, index = _flat_rows(asked.rows, asked.remap)
         index = _widen(index, _PREFILL_TOP_K)[:, None]
         out: torch.Tensor = torch.ops._flashmla_C.sparse_prefill_fwd(
-            query, flat[:, None], index, scale, value_size, None, None, None
+            asked.query, flat[:, None], index, asked.scale, asked.value_size, None, None, None
         )[0]
         return out
 
 
-def _decode(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    remap: torch.Tensor,
-    scale: float,
-    value_size: int,
-    schedules: dict[tuple[int, ...], Any],
-) -> torch.Tensor:
-    pages = _pages(rows)
-    index = _widen(remap, _DECODE_TOP_K)
+def _decode(asked: SparseQuery, schedules: dict[tuple[int, ...], Any]) -> torch.Tensor:
+    pages = _pages(asked.rows)
+    index = _widen(asked.remap, _DECODE_TOP_K)
     # A schedule belongs to the shapes; without lengths it depends on nothing else.
-    shapes = (*query.shape, pages.shape[1], index.shape[1])
+    shapes = (*asked.query.shape, pages.shape[1], index.shape[1])
     tiles, splits = schedules.get(shapes, (None, None))
     out, _, tiles, splits = torch.ops._flashmla_C.sparse_decode_fwd(
-        query[None],
+        asked.query[None],
         pages[:, :, None],
         index[None],
         None,
@@ -129,8 +112,8 @@ def _decode(
         None,
         None,
         None,
-        value_size,
-        scale,
+        asked.value_size,
+        asked.scale,
         None,
         False,
     )

@@ -8,7 +8,7 @@ from vllm_dhisparse.core.commands import UNIT_ROWS
 from vllm_dhisparse.integration.geometry import Geometry
 from vllm_dhisparse.integration.layers import RowAttention
 from vllm_dhisparse.integration.worker_state import WorkerState
-from vllm_dhisparse.runtime.plan import fetch_plan
+from vllm_dhisparse.runtime.plan import SparseQuery, fetch_plan
 from vllm_dhisparse.runtime.row_format import decode
 
 _PROBE_ROWS = 256
@@ -101,7 +101,8 @@ def _check_answer(
     asked.copy_(torch.randn(asked.shape, generator=generator))
     try:
         scale, value_size = query.shape[2] ** -0.5, 512
-        found = attention.attend(asked, rows, remap, scale, value_size, _ProbeStep())
+        probe = SparseQuery(asked, rows, remap, scale, value_size)
+        found = attention.attend(probe, _ProbeStep())
         if picked.dtype == torch.uint8:
             picked = decode(picked.flatten(0, 1)).view(*remap.shape, -1)
         plain = picked.float().masked_fill(remap[..., None] < 0, 0.0)
@@ -116,7 +117,7 @@ def _check_answer(
                 f"the largest value on {device}; please report this with your GPU and driver"
             )
         if device.type == "cuda":
-            _check_replay(attention, asked, rows, remap, scale, value_size, found)
+            _check_replay(attention, probe, found)
     finally:
         asked.zero_()
 
@@ -133,18 +134,10 @@ class _ProbeStep:
         self.schedules: dict[tuple[int, ...], Any] = {}
 
 
-def _check_replay(
-    attention: RowAttention,
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    remap: torch.Tensor,
-    scale: float,
-    value_size: int,
-    eager: torch.Tensor,
-) -> None:
+def _check_replay(attention: RowAttention, probe: SparseQuery, eager: torch.Tensor) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(query, rows, remap, scale, value_size, _ProbeStep())
+        out = attention.attend(probe, _ProbeStep())
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
