@@ -1,10 +1,9 @@
 """Compiles every kernel that the product launches for chips that are not here.
 
-    python tests/kernels/compile_ahead.py [--triton FOLDER ...] [--targets sm_90 ...]
+    python tests/kernels/compile_ahead.py [--targets sm_90 ...]
 
 For each chip: no spills, shared memory within its limit, 16-byte loads in the kernels that
-copy rows. gfx942 is compiled only. FOLDER holds another version of triton, as
-`pip install --no-deps --target FOLDER triton==3.8.0` leaves it; without any, the installed one.
+copy rows. gfx942 is compiled only. ``with_triton.sh`` does it with another version of triton.
 """
 
 import argparse
@@ -84,13 +83,11 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def run_with(folder: str | None, targets: list[str]) -> list[dict[str, object]]:
-    """Compile in another process, where triton is the one of a folder."""
-    paths = [folder] if folder else []
+def compile_apart(targets: list[str]) -> list[dict[str, object]]:
+    """Compile in another process, which does not interpret and has a cache of its own."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         environment = inherited | {
-            "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
             "TRITON_CACHE_DIR": cache,
             "TRITON_DEFAULT_FP_FUSION": "1",  # what releases before 3.10 do, and say aloud
         }
@@ -106,7 +103,6 @@ def run_with(folder: str | None, targets: list[str]) -> list[dict[str, object]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--triton", nargs="*", default=[None], metavar="FOLDER")
     parser.add_argument("--targets", nargs="*", default=TARGETS, choices=TARGETS)
     parser.add_argument("--json", action="store_true", help="compile in this process")
     options = parser.parse_args()
@@ -117,16 +113,13 @@ def main() -> int:
         print(json.dumps([{"triton": triton.__version__, **result} for result in results]))
         return 0
     wrong = 0
-    for folder in options.triton:
-        for result in run_with(folder, options.targets):
-            figures = " ".join(
-                f"{name}={result[name]}"
-                for name in ("registers", "stack", "shared")
-                if name in result
-            )
-            state = "; ".join(result["wrong"]) or "ok"
-            wrong += bool(result["wrong"])
-            print(f"{result['triton']} {result['target']:7} {state:4} {figures} {result['kernel']}")
+    for result in compile_apart(options.targets):
+        figures = " ".join(
+            f"{name}={result[name]}" for name in ("registers", "stack", "shared") if name in result
+        )
+        state = "; ".join(result["wrong"]) or "ok"
+        wrong += bool(result["wrong"])
+        print(f"{result['triton']} {result['target']:7} {state:4} {figures} {result['kernel']}")
     print(f"{wrong} wrong")
     return int(wrong > 0)
 
