@@ -51,6 +51,7 @@ def data_plane(_):
         stop_clock=stop_clock,
         note_ages=note_ages,
         count_hits=count_hits,
+        raise_word=implementation("triton").raise_word,
     )
 
 

@@ -13,6 +13,7 @@ from vllm.forward_context import override_forward_context
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_dhisparse.core.commands import StepCommands
 from vllm_dhisparse.integration.cuda import backend, flash_mla
 from vllm_dhisparse.integration.cuda.backend import CudaBackend
 from vllm_dhisparse.integration.cuda.flash_mla import FlashMlaAttention, unavailable_reason
@@ -23,6 +24,7 @@ from vllm_dhisparse.integration.cuda.self_check import (
     check_views,
 )
 from vllm_dhisparse.integration.layers import PlaneAttention
+from vllm_dhisparse.integration.messages import StepMetadata
 
 from . import cuda_stand_ins
 from .cuda_config import engine_config
@@ -189,6 +191,24 @@ def test_padding_alone_changes_nothing(monkeypatch):
         layer.impl.forward_mqa(query, layer.kv_cache, metadata, layer)
     after = [t for t in vars(memory.worker.tables).values() if torch.is_tensor(t)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_commands_that_come_twice_or_after_a_missed_step_end_the_engine(monkeypatch):
+    connector = small_memory(monkeypatch).connector
+    for step in (0, 1):
+        connector.bind_connector_metadata(StepMetadata((), StepCommands(step, ())))
+    for step in (1, 3):
+        with pytest.raises(AssertionError, match=f"step {step} applied after 1"):
+            connector.bind_connector_metadata(StepMetadata((), StepCommands(step, ())))
+
+
+def test_what_a_kernel_finds_impossible_ends_the_engine_once_the_host_knows(monkeypatch):
+    memory = small_memory(monkeypatch)
+    memory.worker.tables.errors.fill_(0b10)
+    memory.connector.build_connector_worker_meta()
+    memory.connector.bind_connector_metadata(StepMetadata((), StepCommands(0, ())))
+    with pytest.raises(AssertionError, match="a row is written without a host page"):
+        memory.connector.build_connector_worker_meta()
 
 
 def test_the_model_writes_the_rows_itself(monkeypatch):

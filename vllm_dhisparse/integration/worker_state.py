@@ -153,7 +153,11 @@ class WorkerState:
         """Index group whose use is looked at in this step, each in turn; -1 = none."""
 
     def apply(self, commands: StepCommands) -> None:
-        """Apply a step's commands; before its forward pass, exactly once and in order."""
+        """Apply a step's commands; before its forward pass, exactly once and in order.
+
+        A step that is missed or comes twice is an error of the next call. The forward pass
+        cannot look for it: vLLM's dummy passes, which come without commands, look like others.
+        """
         turn, rest = divmod(commands.step + 1, self.sizes.config.stats_interval_steps)
         is_sampled = self.counters.samples_usage and not rest
         self._sampled_group = turn % self.tables.sizes.index_groups if is_sampled else -1
