@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from planes import IMPLEMENTATIONS, plane
+from spans import slab_and_span
 
 from vllm_dhisparse.runtime.host_pool import HostLayer, HostPool
 from vllm_dhisparse.runtime.plan import Plan
@@ -117,6 +118,22 @@ def test_in_place_only_misses_move(device_ops, row_size, gap, staging_first):
     changed = (memory != before).sum()
     assert 0 < changed <= 3 * row_size, "a hit was moved"
     assert torch.equal(slab[5, 63], flat[63]), "a fresh slot was not filled"
+
+
+@pytest.mark.parametrize("gap", [0, 256])
+def test_staged_rows_fill_page_after_page(device_ops, gap):
+    """Pages of staging lie as far apart as blocks do, or touch."""
+    host, block_bytes = HostLayer.of(random_bytes(4, 128, 656)), UNIT_ROWS * 656 + gap
+    slab, found = slab_and_span(2, 656, torch.uint8, block_bytes, 150)
+    rows = torch.randperm(512)[:150].sort().values.int()
+    everyone = torch.arange(150, dtype=torch.int32)[None]
+    plan = Plan(0, 1, rows, torch.full_like(rows, -1), rows >= 0, everyone)
+    unit_blocks = torch.zeros(1, dtype=torch.int32)
+    index = device_ops.retrieve_in_place(plan, found, slab, unit_blocks, host, Scratch())[0].long()
+    page_rows = found.rows.shape[1]
+    got = found.rows[index // page_rows, index % page_rows]
+    assert torch.equal(got, host.pages.view(-1, 656)[rows.long()])
+    assert not slab.any()
 
 
 def test_a_span_that_no_index_reaches():
