@@ -156,7 +156,8 @@ class DeviceRowCounters:
     def stop_clock(self, metadata: CudaMetadata, index_group: int, is_leader: bool) -> None:
         """See ``RowCounters``."""
         if index_group == self._measured:
-            times = self._table[index_group, _LEADER_TIMES if is_leader else _FOLLOWER_TIMES]
+            columns = _LEADER_TIMES if is_leader else _FOLLOWER_TIMES
+            times = self._table[index_group, columns].view(len(Phase), 2)
             self._ops.stop_clock(self._started, metadata.generates, times)
 
     def _add(
