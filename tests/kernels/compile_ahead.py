@@ -42,10 +42,13 @@ def compile_one(launch, target: str) -> dict[str, object]:
 
     is_cuda = target.startswith("sm_")
     chip = GPUTarget("cuda", int(target[3:]), 32) if is_cuda else GPUTarget("hip", target, 64)
+    constants = dict(launch.constants)
+    if not is_cuda:  # the one thing that the host chooses by the maker of its chip
+        constants = {i: "amd" if value == "nvidia" else value for i, value in constants.items()}
     source = ASTSource(
         fn=launch.kernel,
         signature=dict(launch.signature),
-        constexprs={(index,): value for index, value in launch.constants},
+        constexprs={(index,): value for index, value in constants.items()},
         attrs={(index,): [["tt.divisibility", 16]] for index in launch.aligned},
     )
     try:

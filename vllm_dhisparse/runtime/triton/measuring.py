@@ -9,11 +9,12 @@ from vllm_dhisparse.runtime.plan import Resolution
 from vllm_dhisparse.runtime.tables import UNIT_ROWS, Tables
 
 _AGES = MAX_AGE + 1
+_CLOCK = "none" if shapes.INTERPRETED else "amd" if torch.version.hip else "nvidia"
 
 
 def start_clock(started: torch.Tensor) -> None:
     """Note the time in [1] int64."""
-    timing.start_clock[(1,)](started, INTERPRETED=shapes.INTERPRETED, num_warps=1)
+    timing.start_clock[(1,)](started, CLOCK=_CLOCK, num_warps=1)
 
 
 def stop_clock(started: torch.Tensor, generates: torch.Tensor, totals: torch.Tensor) -> None:
@@ -26,9 +27,7 @@ def stop_clock(started: torch.Tensor, generates: torch.Tensor, totals: torch.Ten
 
     """
     assert totals.is_contiguous()
-    timing.stop_clock[(1,)](
-        started, generates.view(torch.uint8), totals, INTERPRETED=shapes.INTERPRETED, num_warps=1
-    )
+    timing.stop_clock[(1,)](started, generates.view(torch.uint8), totals, CLOCK=_CLOCK, num_warps=1)
 
 
 def note_ages(tables: Tables, index_group: int, before: torch.Tensor, counts: torch.Tensor) -> None:
