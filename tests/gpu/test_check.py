@@ -10,6 +10,21 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("check.py")
+BROKEN = """
+import builtins, os, sys
+original = builtins.__import__
+
+def broken(name, *rest, **options):
+    module = original(name, *rest, **options)
+    if name == "checks" and "--parts" in sys.argv:
+        def wrong(*_):
+            raise AssertionError("rows differ")
+        module.check_restoring = wrong
+        module.check_attention = lambda *_: os._exit(9)
+    return module
+
+builtins.__import__ = broken
+"""
 NAMES = {"gather", "resolve", "retrieve", "sparse"}
 
 
@@ -34,19 +49,8 @@ def test_the_script_runs_in_the_interpreter(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_part_that_fails_or_dies_leaves_the_others(tmp_path):
-    """A module that Python loads at its start breaks two parts, one of them with its process."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import builtins, os, sys\n"
-        "original = builtins.__import__\n"
-        "def broken(name, *rest):\n"
-        "    module = original(name, *rest)\n"
-        "    if name == 'checks' and '--parts' in sys.argv:\n"
-        "        def wrong(*_): raise AssertionError('rows differ')\n"
-        "        module.check_restoring = wrong\n"
-        "        module.check_attention = lambda *_: os._exit(9)\n"
-        "    return module\n"
-        "builtins.__import__ = broken\n"
-    )
+    """A start-up file of Python's breaks two parts, one of them with its process."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
     parts = ["check_restoring", "check_attention", "gather"]
     file = tmp_path / "figures.json"
     run("--dry-run", "--json", file, "--only", *parts, code=1, PYTHONPATH=str(tmp_path))
