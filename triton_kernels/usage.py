@@ -38,19 +38,20 @@ def count_hits(
     slot,  # [capacity] int32, -1 = none
     fetch,  # [capacity] uint8
     rows,  # [capacity] int32: host rows, -1 = none
-    before,  # [num_slots] uint8, from ``note_ages``
+    before,  # in, out [num_slots] uint8, from ``note_ages``: what is counted is struck off
     counts,  # in, out [AGES] int64: rows found in the cache by age
     capacity,
     AGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the rows of a plan that were in the cache before the step."""
+    """Count the rows of a plan that were in the cache before the step, in its first pass only."""
     rank = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = tl.load(rows + rank, mask=rank < capacity, other=-1) >= 0
     place = tl.load(slot + rank, mask=real, other=-1)
     lost = tl.load(fetch + rank, mask=real, other=1) != 0
     found = real & (place >= 0) & (lost == 0)
     old = tl.load(before + place, mask=found, other=NOT_CACHED).to(tl.int32)
+    tl.store(before + place, tl.full(place.shape, NOT_CACHED, tl.uint8), mask=found)
     for number in tl.static_range(AGES):
         count = tl.sum((old == number).to(tl.int32))
         if count > 0:

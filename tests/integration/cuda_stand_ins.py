@@ -70,8 +70,10 @@ def note_ages(tables, index_group, before, counts):
 
 def count_hits(resolution, before, counts):
     for plan in resolution.plans:
-        ages = before[plan.slot[(plan.slot >= 0) & ~plan.fetch].long()]
+        slots = plan.slot[(plan.slot >= 0) & ~plan.fetch].long()
+        ages = before[slots]
         counts += torch.bincount(ages[ages < 255], minlength=len(counts))
+        before[slots] = 255
 
 
 def arrange(monkeypatch, vllm_config, reason=None, alias=0, arena=None, capability=(9, 0)):

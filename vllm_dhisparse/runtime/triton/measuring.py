@@ -58,11 +58,11 @@ def note_ages(tables: Tables, index_group: int, before: torch.Tensor, counts: to
 
 
 def count_hits(resolution: Resolution, before: torch.Tensor, counts: torch.Tensor) -> None:
-    """Count by age the rows that a step found in the cache, in each pass that reads them.
+    """Count by age the rows that a step found in the cache, once however many passes read them.
 
     Args:
         resolution: of the step.
-        before: from ``note_ages``.
+        before: in, out, from ``note_ages``.
         counts: in, out [ages] int64.
 
     """
