@@ -12,10 +12,6 @@ export PYTHONPATH="$folder" VLLM_DHISPARSE_ALLOW_UNTESTED=1 VLLM_033="$folder"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 pytest -q tests/integration/test_kv_groups.py tests/integration/test_kv_spec.py \
     tests/integration/test_seams.py tests/integration/test_cuda_path.py \
-<<<<<<< HEAD
+    tests/integration/test_cuda_in_place.py tests/integration/test_cuda_refusals.py \
     tests/integration/test_manager.py tests/integration/test_block_source.py \
     tests/integration/test_draft_lengths.py tests/integration/test_verification_price.py
-=======
-    tests/integration/test_cuda_in_place.py tests/integration/test_cuda_refusals.py \
-    tests/integration/test_manager.py tests/integration/test_block_source.py
->>>>>>> 8c4cd86 (Give the CUDA tests' configuration what adaptive verification asks of it)
