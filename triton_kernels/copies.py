@@ -22,7 +22,7 @@ def retrieve_rows(
     blocks_stride,
     block_bytes,
     slab_row_bytes,
-    staging_page_bytes,  # of UNIT_ROWS rows, and what lies between pages
+    staging_page_gap,  # bytes between pages of UNIT_ROWS rows
     block_rows,
     UNIT_ROWS: tl.constexpr,
     HITS_IN_PLACE: tl.constexpr,
@@ -47,13 +47,13 @@ def retrieve_rows(
         slab, unit_blocks, place, place >= 0, blocks_stride, block_bytes, slab_row_bytes, UNIT_ROWS
     )
     source = tl.where(lost, home, cached)
-    page = (rank // UNIT_ROWS).to(tl.int64)
-    staged = staging + page * staging_page_bytes + (rank % UNIT_ROWS).to(tl.int64) * ROW_BYTES
+    staged = staging + rank.to(tl.int64) * ROW_BYTES
     fresh = lost & (place >= 0)
     if HITS_IN_PLACE:
         block = tl.load(unit_blocks + place // UNIT_ROWS * blocks_stride, mask=place >= 0, other=0)
         in_slab = slab_first + block * block_rows + place % UNIT_ROWS
         tl.store(places + rank, tl.where(place >= 0, in_slab, staging_first + rank), mask=real)
+        staged += (rank // UNIT_ROWS).to(tl.int64) * staging_page_gap
         staged = tl.where(fresh, cached, staged)
         fresh = fresh & (rank < 0)
         real = lost

@@ -80,8 +80,7 @@ def retrieve(
     if is_decoding(slab, staging):
         _retrieve_decoded(plan, slab, unit_blocks, host, staging)
     else:
-        pages = staging[None]
-        _retrieve(plan, slab, unit_blocks, host, pages, UNIT_ROWS * staging.stride(0), None, None)
+        _retrieve(plan, slab, unit_blocks, host, staging[None], None, None)
     return staging[:capacity][None]
 
 
@@ -98,7 +97,7 @@ def retrieve_in_place(
     assert remap.is_contiguous()
     places = scratch.take("places", plan.union.numel(), dtype=torch.int32)
     index = scratch.take("index", *remap.shape, dtype=torch.int32)
-    _retrieve(plan, slab, unit_blocks, host, staging, staging.stride(0), span, places)
+    _retrieve(plan, slab, unit_blocks, host, staging, span, places)
     if remap.numel():
         place_selections[(-(-remap.numel() // shapes.SELECTIONS),)](
             remap, places, index, remap.numel(), BLOCK=shapes.SELECTIONS
@@ -112,7 +111,6 @@ def _retrieve(
     unit_blocks: torch.Tensor,
     host: HostLayer,
     staging: torch.Tensor,
-    staging_stride: int,
     span: Span | None,
     places: torch.Tensor | None,
 ) -> None:
@@ -139,7 +137,7 @@ def _retrieve(
         unit_blocks.stride(0),
         slab.stride(0) * slab.itemsize,
         slab.stride(1) * slab.itemsize,
-        staging_stride * staging.itemsize,
+        0 if span is None else (staging.stride(0) - UNIT_ROWS * slab.shape[2]) * slab.itemsize,
         0 if span is None else span.block_rows,
         UNIT_ROWS=UNIT_ROWS,
         HITS_IN_PLACE=span is not None,
