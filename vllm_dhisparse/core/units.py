@@ -1,6 +1,6 @@
 """Numbers of units, with the blocks that each lives in and the span that it holds."""
 
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from vllm_dhisparse.core.commands import Command, SpanRestored, UnitAdded, UnitLost, UnitState
 from vllm_dhisparse.core.spans import MissingSpans, PlacedSpans, Span
@@ -65,8 +65,7 @@ class Units:
         numbers = [*self._blocks, *self._free_numbers]
         assert sorted(numbers) == list(range(len(numbers)))
         assert all(number < numbers_below for number in self._blocks)
-        live: Container[int] = self._blocks
-        self.spans.check_integrity(live, request_ids)
+        self.spans.check_integrity(self._blocks, request_ids)
 
 
 def max_units(num_blocks: int, num_groups: int) -> int:
