@@ -202,9 +202,13 @@ def check_graph(sizes: Sizes, device: str) -> None:
     selected, queries, scratch = batch.select().to(device), batch.queries(device), batch.scratch()
     address, latent = (slots.to(device) for slots in batch.written())
     new_rows = torch.zeros(len(address), 576, dtype=torch.bfloat16, device=device)
+    started = torch.zeros(1, dtype=torch.int64, device=device)
+    times = torch.zeros(2, 2, dtype=torch.int64, device=device)
+    generates = torch.ones(1, dtype=torch.bool, device=device)
     held: dict[str, Any] = {}
 
     def step() -> None:
+        OPS.start_clock(started)
         slab[latent // UNIT_ROWS, latent % UNIT_ROWS] = new_rows  # as the model does
         host_rows = OPS.host_rows(address, tables)
         OPS.publish(new_rows, host_rows, layer)
@@ -216,6 +220,7 @@ def check_graph(sizes: Sizes, device: str) -> None:
         held["out"] = OPS.attend(query, held["rows"], plan.remap, 0.04, 512, scratch)
         index = OPS.retrieve_in_place(plan, span, slab, column, layer, scratch)
         held["in place"] = OPS.attend(query, span.rows, index, 0.04, 512, scratch)
+        OPS.stop_clock(started, generates, times)
 
     replay = captured(step, device)
     asked = batch.queries("cpu")
@@ -244,7 +249,17 @@ def check_graph(sizes: Sizes, device: str) -> None:
         assert same(again, held["in place"]), "attention in place differs"
     compare_tables(expected_tables, tables)
     OPS.raise_errors(tables)
+    check_times(times.tolist(), sizes, device)
     pool.close()
+
+
+def check_times(times: list[list[int]], sizes: Sizes, device: str) -> None:
+    """The clock of the device is read in every replay, and its nanoseconds are some."""
+    (nanoseconds, count), prefill = times
+    assert prefill == [0, 0]
+    assert count >= sizes.steps
+    microseconds = nanoseconds / count / 1e3
+    assert device == "cpu" or 10 < microseconds < 1e6, f"a step takes {microseconds} us"
 
 
 def captured(step: Callable[[], object], device: str) -> Callable[[], object]:

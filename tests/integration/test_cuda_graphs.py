@@ -6,8 +6,6 @@ Needs Triton's kernels, so ``tests/kernels/test_cuda_path_interpreted.py`` runs 
 from contextlib import contextmanager
 
 import pytest
-import torch
-from fake_flash_mla import NAMESPACE, define
 from graph_rules import GraphRules
 
 from .cuda_memory import CudaMemory
@@ -15,15 +13,10 @@ from .cuda_stand_ins import PLANE
 from .kv_setup import Setup
 from .kv_world import World
 
-pytestmark = pytest.mark.skipif(PLANE != "triton", reason="run by tests/kernels")
-
-
-@pytest.fixture(autouse=True)
-def flash_mla_operators():
-    library = torch.library.Library(NAMESPACE, "DEF")
-    define(library)
-    yield
-    library._destroy()
+pytestmark = [
+    pytest.mark.skipif(PLANE != "triton", reason="run by tests/kernels"),
+    pytest.mark.usefixtures("flash_mla_operators"),
+]
 
 
 class Watch:

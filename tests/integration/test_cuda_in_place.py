@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from fake_flash_mla import NAMESPACE, define
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_dhisparse.integration.cuda import workspace
@@ -13,15 +11,8 @@ from vllm_dhisparse.runtime.span import span
 from .cuda_memory import CudaMemory
 from .kv_setup import Setup
 
+pytestmark = pytest.mark.usefixtures("flash_mla_operators")
 SETUP = Setup(num_blocks=20, page_tokens=576, block_tokens=64, top_k=40, staging_rows=128)
-
-
-@pytest.fixture(autouse=True)
-def flash_mla_operators():
-    library = torch.library.Library(NAMESPACE, "DEF")
-    define(library)
-    yield
-    library._destroy()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda_runtime import FakeCudaRuntime
-from fake_flash_mla import NAMESPACE, SCHEMAS, decode_fp8_rows, define
+from fake_flash_mla import NAMESPACE, SCHEMAS, decode_fp8_rows
 from vllm.forward_context import override_forward_context
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -33,16 +33,9 @@ from .cuda_stand_ins import PLANE
 from .kv_setup import Setup
 from .kv_world import World
 
+pytestmark = pytest.mark.usefixtures("flash_mla_operators")
 EVENTS = {"hits", "fetches", "entered the cache", "more passes", "preempted", "hit tokens"}
 PAGE_TOKENS = {"fp8_ds_mla": 320, "auto": 576}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def flash_mla_operators():
-    library = torch.library.Library(NAMESPACE, "DEF")
-    define(library)
-    yield library
-    library._destroy()
 
 
 def make_world(
