@@ -64,9 +64,9 @@ def test_a_graph_can_hold_the_step(monkeypatch, cache_dtype):
     memory.guard = watch = Watch(memory, monkeypatch)
     for num_new in (200, 150):
         world.add_request(0, 0, num_new, max_tokens=12)
-    for _ in range(8):
+    for _ in range(6):
         world.schedule()
     world.close()
-    assert watch.num_repeated > 4
+    assert watch.num_repeated > 3
     assert memory.events["hits"]
     assert memory.events["fetches"]
