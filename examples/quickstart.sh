@@ -5,10 +5,10 @@
 #                               [--requests N] [--json FILE] [--speculate dspark|dflash2]
 #
 # Makes a virtual environment ($VENV, default .venv), starts `vllm serve` with the trained
-# tiny model of examples/tiny_dsa and a device pool about half as large as the history of its
-# requests, asks at once for numbers that stand far back in long prompts, prints how many
-# answers were right, speed and metrics. With --speculate the trained drafter proposes 7
-# tokens a step, in Triton's interpreter: exact, and slower than without.
+# tiny model of examples/tiny_dsa and device memory for about half of its requests' history,
+# asks at once for numbers that stand far back in long prompts, prints how many answers were
+# right, speed and metrics. With --speculate the trained drafter proposes 7 tokens a step, in
+# Triton's interpreter: exact, and slower than without.
 set -euo pipefail
 usage() { sed -n '2,11s/^# \{0,1\}//p' "$0"; }
 option() { # name value
@@ -71,8 +71,8 @@ if [ -n "$speculate" ]; then
     # DFlash2 is a kind of dflash to vLLM.
     drafts=(--speculative-config "{\"method\": \"${speculate%2}\", \"model\": \"$checkpoints/$speculate\", \"num_speculative_tokens\": 7}")
 fi
-# Under half of what the requests have, so that rows are fetched; small steps, since under
-# adaptive memory for one of them is kept plain.
+# Beside the indexer's keys about half of the requests' rows, so that rows are fetched; small
+# steps, since under adaptive memory for one of them is kept plain.
 pool=$((12 + 11 * requests))
 
 port=$(python examples/quickstart.py port $port)
