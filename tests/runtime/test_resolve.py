@@ -1,3 +1,5 @@
+from importlib import import_module
+
 import pytest
 import torch
 from planes import IMPLEMENTATIONS, plane, use_large_tiles
@@ -31,11 +33,19 @@ class Cache:
         mapping = 50 * UNIT_ROWS + torch.arange(len(positions))
         self.ops.enter(mapping, 0, rows, self.tables, 0)
 
-    def resolve(self, selected, visible=None, request=None, prefill=(False, False), staging=512):
+    def resolve(
+        self,
+        selected,
+        visible=None,
+        request=None,
+        prefill=(False, False),
+        staging=512,
+        most_rows=None,
+    ):
         selected = torch.tensor(selected, dtype=torch.int32)
         request = torch.tensor(request or [0] * len(selected), dtype=torch.int32)
         visible = torch.tensor(visible or [128] * len(selected), dtype=torch.int32)
-        queries = Queries(request, visible, BLOCK_TABLE, torch.tensor(prefill))
+        queries = Queries(request, visible, BLOCK_TABLE, torch.tensor(prefill), most_rows)
         got = self.ops.resolve(selected, queries, self.tables, 0, staging, self.scratch)
         self.tables.check_integrity()
         return got
@@ -55,6 +65,17 @@ def rows_of(plan):
 @pytest.fixture(params=IMPLEMENTATIONS)
 def make_cache(request):
     return lambda **settings: Cache(request.param, **settings)
+
+
+def test_a_step_of_few_rows_is_one_plan_without_a_look_at_the_device(make_cache, monkeypatch):
+    """More selections than staging holds, but not more rows."""
+    cache = make_cache()
+    if hasattr(cache.ops, "raise_word"):
+        resolver = import_module("vllm_dhisparse.runtime.triton.resolution")._Resolver
+        monkeypatch.setattr(resolver, "_size_of", None)
+    got = cache.resolve([[0, 1, 2, 3], [3, 2, 4, 5]], staging=6, most_rows=6)
+    (plan,) = got.plans
+    assert rows_of(plan) == [[host_row(0, p) for p in ps] for ps in ([0, 1, 2, 3], [3, 2, 4, 5])]
 
 
 def test_f01_every_entry_of_the_output_is_written(make_cache):

@@ -314,7 +314,7 @@ def moved(step, device):
         latent_mappings=[mapping.to(device) for mapping in step.latent_mappings],
         new_rows=step.new_rows.to(device),
         selected=[selected.to(device) for selected in step.selected],
-        queries=Queries(*(part.to(device) for part in step.queries)),
+        queries=Queries(*(part.to(device) for part in step.queries[:4])),
     )
 
 

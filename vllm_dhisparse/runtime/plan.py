@@ -31,13 +31,15 @@ class Queries(NamedTuple):
     ``visible``: [num_tokens] int32 - the token may select positions below this;
     ``block_table``: [num_requests, width] int32 - blocks of the address group;
     ``is_prefill``: [num_requests] bool - the request's rows are read from the cache where
-    they are in it, but neither enter nor age it, so that a prompt cannot flush it.
+    they are in it, but neither enter nor age it, so that a prompt cannot flush it;
+    ``most_rows``: that the step can read, where the host knows a bound.
     """
 
     request_of_token: torch.Tensor
     visible: torch.Tensor
     block_table: torch.Tensor
     is_prefill: torch.Tensor
+    most_rows: int | None = None
 
 
 class Plan(NamedTuple):

@@ -61,7 +61,14 @@ class CudaMetadata(AttentionMetadata):
 
     def queries(self) -> Queries:
         """Return who asks, as the row cache wants to know it."""
-        return Queries(self.request_of_token, self.visible, self.block_table, self.is_prefill)
+        return Queries(
+            self.request_of_token,
+            self.visible,
+            self.block_table,
+            self.is_prefill,
+            # vLLM captures graphs with the longest context, so the bound holds in replays too.
+            self.num_reqs * self.max_seq_len,
+        )
 
     def physical_rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Return where positions lie: ``block * block_size + offset``, -1 where there is none.

@@ -1,8 +1,8 @@
 """From the selections of a step to its plans.
 
-As long as staging holds a row for every selection, which is so in every captured batch,
-the step is one plan of fixed size. Otherwise the host has to know how large the union is,
-and waits for the device; no graph can be captured then.
+As long as staging holds a row for every selection, which is so in every captured batch, or
+all rows of the requests in the step, the step is one plan of fixed size. Otherwise the host has
+to know how large the union is, and waits for the device; no graph can be captured then.
 """
 
 from bisect import bisect_right
@@ -82,12 +82,13 @@ class _Resolver:
         step = self._take_bitmap("step")
         self._count(self.marks, len(Phase), step)
         capacity = min(size, self.tables.sizes.host_rows)
-        is_known_to_fit = size <= staging_rows
-        if not is_known_to_fit:
+        if self.queries.most_rows is not None:
+            capacity = min(capacity, self.queries.most_rows)
+        if capacity > staging_rows:
             capacity = self._size_of(step)
         found = self._list(step, capacity, "step")
         self._look_up(found, step)
-        if is_known_to_fit or capacity <= staging_rows:
+        if capacity <= staging_rows:
             plans = [self._plan(0, num_tokens, found, step)]
         else:
             plans = self._serve_in_passes(found, step, staging_rows)
