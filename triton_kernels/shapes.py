@@ -23,6 +23,8 @@ SPLIT_KEYS = 32 if INTERPRETED else 512
 """Keys of a query for one program; a constant, so that results do not depend on the batch."""
 
 ATTENTION_WARPS = 8
+TAKING_WARPS = 8
+"""Of ``take_slots``: with four, triton 3.8 spills on sm_100."""
 DECODED_ROWS = 64 if INTERPRETED else 16
 
 _COPIED = 1 << 16 if INTERPRETED else 2048  # elements of a program

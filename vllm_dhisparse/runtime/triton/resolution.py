@@ -243,6 +243,7 @@ class _Resolver:
             missing.numel(),
             num_slots,
             FRESH_AGE=FRESH_AGE,
+            num_warps=shapes.TAKING_WARPS,
             **shape,
         )
         replacement.move_in[(missing.numel(),)](
