@@ -49,7 +49,8 @@ source examples/install_cpu.sh
 server=
 stop_server() {
     [ -n "$server" ] || return 0
-    echo "stopping the server"
+    trap '' PIPE # whoever read the output may be gone
+    echo "stopping the server" || true
     kill -INT -- "-$server" 2>/dev/null || true
     for _ in $(seq 100); do
         kill -0 -- "-$server" 2>/dev/null || break

@@ -87,6 +87,19 @@ def test_it_speculates(tmp_path):
     assert "runs on this machine in Triton's interpreter" in log
 
 
+def test_it_stops_the_server_when_nobody_reads_on():
+    port = choose_port()
+    process = start("--requests", "2", "--port", str(port))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("[2/3]"):
+            break
+    process.stdout.close()
+    process.wait(timeout=120)
+    assert process.returncode != 0
+    assert not servers(port)
+
+
 def test_it_stops_cleanly_when_interrupted():
     port = choose_port()
     process = start("--requests", "2", "--port", str(port))
