@@ -6,11 +6,11 @@ that were used longest ago, so that requests of like locality keep equally many.
 union is taken to fit in the cache, so verify steps under ``fixed`` need fidelity ``rows``.
 Requests of unlike context share one curve, that of the longest.
 
-Under ``fixed`` and ``adaptive`` within a tenth of ``rows`` where more than two percent of a
-selection is fetched. Below, less is fetched than by ``rows``: down to a quarter, by at most half a
-percent of a selection. What is
-missing are rows that were used once and are used again. CLOCK lets them go, and first of all,
-since its hand starts where misses filled the slots; here restored rows go before them.
+Under ``fixed`` and ``adaptive`` within a tenth of ``rows`` where more than three percent of a
+selection is fetched. Below, less is fetched than by ``rows``: down to a quarter, by at most half
+a percent of a selection. What is missing are rows that were used once and are used again: CLOCK
+lets them go first, since its hand starts where misses filled the slots, and here restored rows
+go before them. The curve also counts too few first uses.
 """
 
 from collections.abc import Sequence
