@@ -12,9 +12,10 @@ class Speculation(NamedTuple):
 
     ``survival``: chance that the first 1, 2, .. drafts of a step are all accepted, so not
     increasing; ``ring_rows``: draft KV rows of a request (window - 1 + queries, and a block
-    more for any alignment); ``row_bytes``: draft KV of one row in all draft layers;
-    ``weights_gb``: of the drafter; ``rejected_price``: rows that a rejected query makes the
-    step fetch, as a share of what a step without drafts fetches; ``source``: of the numbers.
+    more, which is at least what a ring rounds up to); ``row_bytes``: draft KV of one row in
+    all draft layers; ``weights_gb``: of the drafter; ``rejected_price``: rows that a rejected
+    query makes the step fetch, as a share of what a step without drafts fetches; ``source``:
+    of the numbers.
     """
 
     name: str
