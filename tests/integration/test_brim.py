@@ -21,7 +21,7 @@ def run(world, num_requests):
         world.add_request(0, PROMPT_TOKENS, 0, OUTPUT_TOKENS)
     for _ in range(MAX_STEPS):
         world.schedule()
-        world.adopt(4, 0, take_cached=True)
+        world.adopt(4, 0)
         world.check()
         if not world.running and not world.waiting:
             break

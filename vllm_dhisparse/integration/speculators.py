@@ -20,7 +20,6 @@ from vllm_dhisparse.integration.draft_window import impose_window
 from vllm_dhisparse.integration.geometry import Geometry, geometry, has_draft_rings
 from vllm_dhisparse.integration.names import DRAFTS_WITH_CACHE
 from vllm_dhisparse.integration.v2_runner import complete_sampler
-from vllm_dhisparse.integration.verification import choose_verification
 
 logger = init_logger("vllm.dhisparse")
 
@@ -140,6 +139,9 @@ def register_speculators() -> None:
 
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
         """Build the speculator of an engine."""
+        # It imports much of vLLM's worker, which other processes do without.
+        from vllm_dhisparse.integration.verification import choose_verification
+
         speculation = vllm_config.speculative_config
         ours = names_our_connector(vllm_config.kv_transfer_config)
         choose_verification(is_priced=ours)
