@@ -3,8 +3,6 @@
 # before anything imports torch. Arguments go to pytest; `-m sweep` runs the large matrix.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-# Threads that wait for each other lose minutes where other tests run beside these.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export DHISPARSE_TRITON_INTERPRETER=1 TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 [ $# -gt 0 ] || set -- -m "not sweep"
 exec python -m pytest -o testpaths=tests/speculation "$@"
